@@ -1,0 +1,246 @@
+"""``orchestrator chat``: what do its options mean, and which kind of chat is wanted?"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from orchestrator import config
+from orchestrator.cli.asking import Asking
+from orchestrator.cli.conversation import Conversation
+from orchestrator.cli.keyboard import silent_keys
+from orchestrator.cli.opening import ChatEngine, Opening, Seam
+from orchestrator.cli.render import Waiting, print_dim, terminal
+from orchestrator.cli.report import figures
+from orchestrator.config import ModelSpec
+from orchestrator.engine.request import Sampling
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repeat_penalty", "seed")
+PROGRESS_INTERVAL = 2.0
+"""Seconds between two lines about progress where there is no terminal to count on."""
+
+Value = TypeVar("Value")
+
+
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+COUNT = click.IntRange(min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of the command, one field each, as click hands them over."""
+
+    prompt: str | None
+    model: str | None
+    system: str | None
+    ctx: int | None
+    threads: int | None
+    gpu_layers: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repeat_penalty: float | None
+    seed: int | None
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    chat_template: Path | None
+    template_arg: tuple[tuple[str, object], ...]
+    no_cache: bool
+    json: bool
+    verbose: bool
+    config: Path | None
+
+    def opening(self, spec: ModelSpec) -> Opening:
+        """Return how the model is opened: an option given here wins over the file."""
+        return Opening(
+            model=spec,
+            ctx=_first(self.ctx, spec.ctx),
+            threads=_first(self.threads, spec.threads),
+            gpu_layers=_first(self.gpu_layers, spec.gpu_layers),
+            chat_template=_first(self.chat_template, spec.template),
+            checkpoints=0 if self.no_cache else None,
+        )
+
+    def asking(self, spec: ModelSpec) -> Asking:
+        """Return how replies are asked for. Raises `InvalidArgument` for a value out of range."""
+        return Asking(
+            sampling=self._sampling(spec.sampling),
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            template_arguments=dict(self.template_arg),
+            use_cache=not self.no_cache,
+            verbose=self.verbose,
+        )
+
+    def _sampling(self, of_model: Mapping[str, int | float]) -> Sampling | None:
+        given = {name: getattr(self, name) for name in _SAMPLING}
+        chosen: dict[str, Any] = dict(of_model)
+        chosen |= {name: value for name, value in given.items() if value is not None}
+        return Sampling(**chosen) if chosen else None
+
+
+def _first(*values: Value | None) -> Value | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _utf8(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # the shell hands over any bytes
+        raise click.BadParameter("not valid UTF-8") from error
+    return text
+
+
+def _template_arguments(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> tuple[tuple[str, object], ...]:
+    return tuple(_template_argument(value) for value in values)
+
+
+def _template_argument(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise click.BadParameter(f"{text!r} is not KEY=JSON, like enable_thinking=false")
+    try:
+        return key, json.loads(value)
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{value!r} is not JSON; a text needs quotes of its own: '{key}=\"{value}\"'"
+        ) from error
+
+
+def _not_empty(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> tuple[str, ...]:
+    if "" in values:
+        raise click.BadParameter("a stop string cannot be empty")
+    return values
+
+
+@click.command()
+@click.argument("prompt", type=_utf8, required=False)
+@click.option("-m", "--model", metavar="NAME|PATH", help="A name in models.toml, or a GGUF file.")
+@click.option("--system", type=_utf8, metavar="TEXT", help="The system text.")
+@click.option("--ctx", type=COUNT, metavar="N", help="Tokens in the context.")
+@click.option("--threads", type=COUNT, metavar="N", help="Threads to compute with.")
+@click.option(
+    "--gpu-layers",
+    type=click.IntRange(min=-1),
+    metavar="N",
+    help="Layers on the GPU; -1 and the default are all, where there is one.",
+)
+@click.option("--temperature", type=float, metavar="X", help="0 always takes the likeliest token.")
+@click.option("--top-p", type=float, metavar="X", help="Sample from this much probability.")
+@click.option("--top-k", type=int, metavar="N", help="Sample from the N likeliest tokens.")
+@click.option("--min-p", type=float, metavar="X", help="Least probability, relative to the best.")
+@click.option("--repeat-penalty", type=float, metavar="X", help="Above 1 discourages repetition.")
+@click.option("--seed", type=int, metavar="N", help="The same seed gives the same reply.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=0), metavar="N", help="Longest reply, in tokens."
+)
+@click.option(
+    "--stop",
+    type=_utf8,
+    multiple=True,
+    metavar="S",
+    callback=_not_empty,
+    help="End before S. May be repeated.",
+)
+@click.option("--chat-template", type=FILE, metavar="FILE", help="A Jinja template to use instead.")
+@click.option(
+    "--template-arg",
+    multiple=True,
+    metavar="KEY=JSON",
+    callback=_template_arguments,
+    help="A variable for the template. May be repeated.",
+)
+@click.option("--no-cache", is_flag=True, help="Read every prompt from its first token.")
+@click.option("--json", is_flag=True, help="Print the reply as one JSON object.")
+@click.option("--verbose", is_flag=True, help="Say more on standard error.")
+@click.option("--config", type=FILE, metavar="FILE", help="Read this instead of models.toml.")
+@click.pass_obj
+def chat(seam: Seam, /, **values: Any) -> int:
+    """Chat with a model, or answer PROMPT.
+
+    Without PROMPT on a terminal this is a conversation. With PROMPT, or with text piped in, one
+    reply goes to standard output and everything else to standard error; given both, the text
+    follows PROMPT.
+    """
+    options = Options(**values)
+    spec = config.resolve(options.model, config.load(config.find(options.config)))
+    asking = options.asking(spec)
+    if options.prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        return _converse(seam, options, spec, asking)
+    from orchestrator.cli.oneshot import answer, question
+
+    asked = question(options.prompt)
+    with _opened(seam, options.opening(spec), verbose=options.verbose) as engine:
+        before = Conversation(options.system or "")
+        return answer(engine, before, asked, asking, as_object=options.json)
+
+
+def _converse(seam: Seam, options: Options, spec: ModelSpec, asking: Asking) -> int:
+    if options.json:
+        raise click.UsageError("--json needs a PROMPT, or text piped in")
+    if not sys.stdout.isatty():
+        raise click.UsageError("standard output is no terminal: give a PROMPT, or pipe one in")
+    from orchestrator.cli.editor import CommandCompleter, LineEditor, history
+    from orchestrator.cli.repl import COMMANDS, Repl, Screen
+
+    names = {f"/{name}": command.about for name, command in COMMANDS.items()}
+    files = [f"/{name}" for name, command in COMMANDS.items() if command.takes == "FILE"]
+    with _opened(seam, options.opening(spec), verbose=options.verbose) as engine:
+        editor = LineEditor(CommandCompleter(names, files), history())
+        screen = Screen(terminal(), terminal(stderr=True))
+        print_dim(screen.err, _greeting(engine))
+        Repl(engine, asking, Conversation(options.system or ""), editor, screen).run()
+    return 0
+
+
+def _greeting(engine: ChatEngine) -> str:
+    model = engine.model
+    return (
+        f"{model.name} · {model.architecture}, {model.memory} memory, "
+        f"{model.n_context:,} tokens · /help lists the commands, Ctrl-D leaves"
+    )
+
+
+@contextmanager
+def _opened(seam: Seam, opening: Opening, *, verbose: bool) -> Iterator[ChatEngine]:
+    """Open the engine with its progress on standard error, and close it at the end."""
+    err = terminal(stderr=True)
+    progress = _Progress(Waiting(err), interactive=err.is_terminal)
+    try:
+        with silent_keys():
+            opened = seam.open_engine(opening, progress.say)
+    finally:
+        progress.waiting.stop()
+    with opened as engine:
+        if verbose:
+            err.print(figures(engine.model))
+        yield engine
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What is said while a model is opened: on the spinner, or as a line now and then."""
+
+    waiting: Waiting
+    interactive: bool
+    due: float = 0.0
+
+    def say(self, text: str) -> None:
+        if self.interactive:
+            self.waiting.update(text)
+        elif time.monotonic() >= self.due:
+            self.due = time.monotonic() + PROGRESS_INTERVAL
+            click.echo(text, err=True)

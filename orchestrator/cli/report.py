@@ -1,0 +1,97 @@
+"""What is said about a reply beside the reply itself?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.cli.inline import DIM
+from orchestrator.cli.reply import Reply
+from orchestrator.engine.request import Outcome
+
+_ENDS = {"length": "cut off at the limit", "cancelled": "stopped"}
+
+
+def outcome_line(outcome: Outcome) -> str:
+    """Return one line: tokens of the prompt, reused, evaluated; time to first text; pace."""
+    usage, timings = outcome.usage, outcome.timings
+    origin = f" ({usage.seeded_from})" if usage.seeded_from else ""
+    parts = [
+        f"prompt {usage.prompt_tokens:,}",
+        f"reused {usage.cached_tokens:,}{origin}",
+        f"prefilled {usage.prefilled_tokens:,}",
+    ]
+    if timings.time_to_first_token is not None:
+        parts.append(f"first token {timings.time_to_first_token:.2f} s")
+    rate = timings.decode_rate(usage)
+    if rate is not None:
+        parts.append(f"{rate:.1f} tok/s")
+    if outcome.finish_reason in _ENDS:
+        parts.append(_ENDS[outcome.finish_reason])
+    return " · ".join(parts)
+
+
+def timings_line(outcome: Outcome) -> str:
+    """Return one line of the reply's length and where the time went, in seconds."""
+    usage, timings = outcome.usage, outcome.timings
+    rate = timings.prefill_rate(usage)
+    pace = f" at {rate:,.0f} tok/s" if rate is not None else ""
+    return (
+        f"reply {usage.completion_tokens:,} · queued {timings.queued:.3f} s · "
+        f"prefill {timings.prefill:.3f} s{pace} · decode {timings.decode:.3f} s · "
+        f"total {timings.total:.3f} s"
+    )
+
+
+def as_json(reply: Reply, model: str) -> dict[str, object]:
+    """Return a reply as one object; times are in seconds, `reasoning` only where there is any."""
+    outcome = reply.outcome
+    usage = outcome.usage
+    reasoning = {"reasoning": reply.reasoning} if reply.reasoning else {}
+    return {
+        "model": model,
+        "text": reply.content,
+        **reasoning,
+        "tokens": list(outcome.tokens),
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "prefilled_tokens": usage.prefilled_tokens,
+        },
+        "timings": asdict(outcome.timings),
+        "finish_reason": outcome.finish_reason,
+    }
+
+
+def figures(value: Any) -> Table:
+    """Return a table of the fields of a dataclass; the fields of one inside it come indented."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style=DIM)
+    for name, text in _rows(value):
+        table.add_row(name, Text(text))
+    return table
+
+
+def _rows(value: Any, indent: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for each in fields(value):
+        name, held = indent + each.name.replace("_", " "), getattr(value, each.name)
+        if is_dataclass(held):
+            rows += [(name, ""), *_rows(held, indent + "  ")]
+        else:
+            rows.append((name, _shown(held)))
+    return rows
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bytes):
+        return value.hex()[:16]
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_shown(held)}" for key, held in value.items()) or "none"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:,.3f}" if isinstance(value, float) else str(value)

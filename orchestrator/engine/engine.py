@@ -1,0 +1,242 @@
+"""The engine as a user meets it: open a model, chat, look at the figures, close.
+
+    with Engine.open("demo") as engine:
+        for event in engine.chat([{"role": "user", "content": "Hello"}]):
+            ...
+
+Every method may be called from any thread. Text becomes tokens in the caller's thread; the rest
+happens on the engine's own (`worker`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from orchestrator.config import ModelSpec
+from orchestrator.engine.core import Core, Counters, Occupancy, Options
+from orchestrator.engine.opening import Choices, Opened, Progress, open_model
+from orchestrator.engine.request import Request, Sampling, TemplateArguments
+from orchestrator.engine.stream import Stream
+from orchestrator.engine.worker import Worker
+from orchestrator.pool.checkpoint import Kind
+from orchestrator.runtime.protocol import MemoryKind, Runtime
+from orchestrator.text.codec import ChatCodec, Prompt
+from orchestrator.text.reasoning import leaves_open
+from orchestrator.text.template import ChatTemplate
+
+Messages = Sequence[Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is loaded. `n_context` and `n_cells` in tokens; bytes per state and per cell."""
+
+    name: str
+    architecture: str
+    memory: MemoryKind
+    n_context: int
+    n_cells: int
+    n_sequences: int
+    state_bytes: int
+    cell_bytes: int
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the pool holds now, and totals since the engine was opened."""
+
+    occupancy: Occupancy
+    counters: Counters
+
+    @property
+    def checkpoints(self) -> Mapping[Kind, int]:
+        """How many checkpoints there are of each kind."""
+        return self.occupancy.checkpoints
+
+
+class Engine:
+    """One model and its pool, run by a thread of its own. Made by `open` or `over`."""
+
+    def __init__(self, worker: Worker, opened: Callable[[], Opened]) -> None:
+        self._worker = worker
+        self._core = worker.start()
+        ready = opened()
+        self.model = _info(ready)
+        self._sampling = ready.sampling
+        self._codec = ChatCodec(ready.runtime.tokenizer, ready.template)
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path | ModelSpec = "demo",
+        *,
+        ctx: int | None = None,
+        threads: int | None = None,
+        gpu_layers: int | None = None,
+        chat_template: Path | None = None,
+        checkpoints: int | None = None,
+        history: int | None = None,
+        on_progress: Progress | None = None,
+    ) -> Engine:
+        """Open a model by its name in `models.toml`, by the path of its GGUF, or by its spec.
+
+        `ctx` tokens per request; `gpu_layers` None puts all there where the library can.
+        `checkpoints`: how many states are kept at most; None takes what memory allows, 0 keeps
+        and reuses nothing. `history`: how many of them may be states that a chat has gone past,
+        for going back (undo, edit); None is a half. `on_progress` gets lines for a person.
+
+        Raises `ConfigError` or `ModelFileError` for what is wrong with the name or the file,
+        `BackendError` when llama.cpp cannot open it.
+        """
+        choices = Choices(
+            ctx=ctx,
+            threads=threads,
+            gpu_layers=gpu_layers,
+            chat_template=chat_template,
+            checkpoints=checkpoints,
+            history=history,
+        )
+        return cls._start(lambda: open_model(model, choices, on_progress or (lambda line: None)))
+
+    @classmethod
+    def over(
+        cls,
+        runtime: Callable[[], Runtime],
+        *,
+        template: ChatTemplate | None = None,
+        options: Options | None = None,
+        sampling: Sampling | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Engine:
+        """Run over a runtime of your own, for example a simulated one; it is opened and closed
+        on the engine's thread.
+        """
+        return cls._start(
+            lambda: Opened(
+                runtime=runtime(),
+                template=template or ChatTemplate.fallback(),
+                options=options or Options(),
+                sampling=sampling or Sampling(),
+            ),
+            clock,
+        )
+
+    @classmethod
+    def _start(
+        cls, open_: Callable[[], Opened], clock: Callable[[], float] = time.monotonic
+    ) -> Engine:
+        held: list[Opened] = []
+
+        def open_core() -> Core:
+            held.append(open_())
+            return Core(held[0].runtime, clock, held[0].options)
+
+        def close() -> None:
+            for opened in held:
+                opened.runtime.close()
+
+        return cls(Worker(open_core, close), lambda: held[0])
+
+    # ---- asking -------------------------------------------------------------------------------
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        sampling: Sampling | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        tools: Messages | None = None,
+        template_arguments: TemplateArguments | None = None,
+        conversation: str | None = None,
+        use_cache: bool = True,
+    ) -> Stream:
+        """Return the stream of the next assistant message.
+
+        `conversation` names the chat this is a turn of, where the prefix alone would not tell.
+        Raises `RequestError` for what is wrong with the request; nothing was queued then.
+        """
+        prompt = self._codec.encode(messages, tools=tools, arguments=template_arguments)
+        request = Request(
+            tokens=prompt.tokens,
+            turn=prompt.turn,
+            sampling=sampling or self._sampling,
+            max_tokens=max_tokens,
+            stop=tuple(stop),
+            conversation=conversation,
+            use_cache=use_cache,
+        )
+        return self.generate(request, opens_reasoning=leaves_open(prompt.opener))
+
+    def complete(
+        self,
+        prompt: str,
+        *,
+        sampling: Sampling | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        use_cache: bool = True,
+    ) -> Stream:
+        """Return the stream of a continuation of raw text, without a template."""
+        request = Request(
+            tokens=self._codec.complete(prompt).tokens,
+            sampling=sampling or self._sampling,
+            max_tokens=max_tokens,
+            stop=tuple(stop),
+            use_cache=use_cache,
+        )
+        return self.generate(request)
+
+    def encode(self, messages: Messages, *, tools: Messages | None = None) -> Prompt:
+        """Return the prompt that `chat` would send, as tokens and text."""
+        return self._codec.encode(messages, tools=tools)
+
+    def generate(self, request: Request, *, opens_reasoning: bool = False) -> Stream:
+        """Return the stream of a request that is already in tokens."""
+        stream = Stream(opens_reasoning)
+        ticket = self._core.ticket(request, stream.listener)
+        stream.on_cancel(lambda: setattr(ticket, "cancelled", True))
+        self._worker.post(lambda core: core.enqueue(ticket))
+        return stream
+
+    # ---- the engine itself --------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Return what the pool holds now and totals since opening."""
+        return self._worker.call(lambda core: EngineStats(core.occupancy(), core.counters))
+
+    def close(self) -> None:
+        """End what runs with `EngineClosed` and free the model; closing twice is harmless."""
+        self._worker.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _info(opened: Opened) -> ModelInfo:
+    runtime = opened.runtime
+    limits = runtime.limits
+    return ModelInfo(
+        name=opened.name or runtime.model.name,
+        architecture=runtime.model.architecture,
+        memory=runtime.model.memory,
+        n_context=limits.n_context,
+        n_cells=limits.n_cells,
+        n_sequences=limits.n_sequences,
+        state_bytes=limits.state_bytes,
+        cell_bytes=limits.cell_bytes,
+        exact=opened.exact,
+    )

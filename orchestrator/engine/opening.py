@@ -1,0 +1,144 @@
+"""From a name to a runtime that is ready: which file, which template, which sizes?
+
+Explicit choices win over `models.toml`, which wins over what is computed here. Nothing is loaded
+before the file was inspected, so that what is wrong with it is said at once and in words.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator import config
+from orchestrator.config import ModelSpec
+from orchestrator.engine.core import Options
+from orchestrator.engine.exactness import exact_where_free
+from orchestrator.errors import ConfigError, InvalidArgument
+from orchestrator.models.demo import ensure_demo
+from orchestrator.models.inspect import ModelFile, inspect
+from orchestrator.runtime.llama import Settings, open_llama
+from orchestrator.runtime.protocol import Runtime, Sampling
+from orchestrator.text.template import ChatTemplate
+
+Progress = Callable[[str], None]
+
+N_CONTEXT_DEFAULT = 8192
+"""Tokens per request where neither the caller nor the configuration says, or the model's less."""
+
+N_SEQUENCES_MOST = 32
+_STATE_SHARE = 8  # an eighth of the memory that is available may go to recurrent states
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the caller asks for; None leaves it to the configuration or to what fits."""
+
+    ctx: int | None = None
+    threads: int | None = None
+    gpu_layers: int | None = None
+    chat_template: Path | None = None
+    checkpoints: int | None = None
+    history: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("ctx", self.ctx, 1)
+        _at_least("threads", self.threads, 1)
+        _at_least("gpu_layers", self.gpu_layers, -1)
+        _at_least("checkpoints", self.checkpoints, 0)
+        _at_least("history", self.history, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A runtime and all that goes with it. `exact`: replies do not depend on batching."""
+
+    runtime: Runtime
+    template: ChatTemplate
+    options: Options
+    sampling: Sampling
+    name: str = ""
+    exact: bool = False
+
+
+def open_model(model: str | Path | ModelSpec, choices: Choices, on_progress: Progress) -> Opened:
+    """Find, inspect and load a model; to be called on the thread that will own it."""
+    spec = model if isinstance(model, ModelSpec) else _spec(model)
+    path = ensure_demo(on_progress) if spec.builtin else spec.path
+    if path is None:
+        raise ConfigError(f'model "{spec.name}" has no file; set path= in models.toml')
+    file = inspect(path)
+    sampling = Sampling(**spec.sampling)  # type: ignore[arg-type]  # names and types were checked
+    on_progress(f"loading {path.name} ({file.size_bytes / 1e6:,.0f} MB)")
+    kernels = exact_where_free(file, _settings(file, spec, choices))
+    runtime = open_llama(path, kernels.settings)
+    try:
+        template = _template(runtime, choices.chat_template or spec.template)
+        options = _options(runtime.limits.n_sequences, choices)
+    except BaseException:
+        runtime.close()
+        raise
+    return Opened(runtime, template, options, sampling, spec.name, kernels.exact)
+
+
+def _spec(model: str | Path) -> ModelSpec:
+    return config.resolve(model, config.load(config.find()))
+
+
+def _at_least(name: str, value: int | None, low: int) -> None:
+    if value is not None and value < low:
+        raise InvalidArgument(f"{name} is {value}, must be at least {low}; or leave it out")
+
+
+def _settings(file: ModelFile, spec: ModelSpec, choices: Choices) -> Settings:
+    wanted = choices.ctx or spec.ctx
+    if wanted is None:
+        wanted = min(N_CONTEXT_DEFAULT, file.n_ctx_train or N_CONTEXT_DEFAULT)
+    gpu_layers = spec.gpu_layers if choices.gpu_layers is None else choices.gpu_layers
+    return Settings(
+        n_context=wanted,
+        n_sequences=_n_sequences(choices.checkpoints),
+        n_sequences_most=N_SEQUENCES_MOST,
+        state_budget=available_memory() // _STATE_SHARE,
+        threads=choices.threads or spec.threads,
+        gpu_layers=gpu_layers,
+    )
+
+
+def _n_sequences(checkpoints: int | None) -> int | None:
+    """One lane, one sequence per checkpoint; None is as many as memory allows."""
+    if checkpoints is None:
+        return None
+    if checkpoints + 1 > 256:
+        raise InvalidArgument(f"checkpoints is {checkpoints}, llama.cpp holds at most 255")
+    return checkpoints + 1
+
+
+def _options(n_sequences: int, choices: Choices) -> Options:
+    spare = max(0, n_sequences - 4)  # a lane, and a turn's own turn, resend and reply
+    history = spare // 2 if choices.history is None else choices.history
+    return Options(checkpoints=choices.checkpoints != 0, history=history)
+
+
+def _template(runtime: Runtime, file: Path | None) -> ChatTemplate:
+    tokenizer = runtime.tokenizer
+    bos = "" if tokenizer.bos is None else tokenizer.token_text(tokenizer.bos)
+    eos = "" if tokenizer.eos is None else tokenizer.token_text(tokenizer.eos)
+    if file is not None:
+        return ChatTemplate.from_file(file, bos_text=bos, eos_text=eos)
+    source = runtime.model.chat_template
+    if source is None:
+        return ChatTemplate.fallback(bos_text=bos, eos_text=eos)
+    return ChatTemplate(source, bos_text=bos, eos_text=eos, name="the model's chat template")
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that can be taken now without swapping, as far as known."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: half of what is installed is a careful guess
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,122 @@
+"""What is asked of the engine, and what it answers.
+
+These are values: frozen, checked when they are made, and safe to hand from any thread to the
+engine's. They know neither pool nor runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from orchestrator.errors import InvalidArgument
+from orchestrator.runtime.protocol import GREEDY as GREEDY
+from orchestrator.runtime.protocol import Sampling as Sampling
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One reply wanted: the prompt as token ids and how to go on from it.
+
+    `turn` is the length of the prompt prefix where the chat's input ends, before the generation
+    prompt (0: no such place). `max_tokens` None goes on until the model ends or the context is
+    full. `conversation` names the chat this is a turn of; None lets the prefix decide.
+    `use_cache` False neither starts from a checkpoint nor keeps one.
+    """
+
+    tokens: tuple[int, ...]
+    turn: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    conversation: str | None = None
+    use_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise InvalidArgument("the prompt is empty; give at least one token")
+        if not 0 <= self.turn < len(self.tokens):
+            raise InvalidArgument(
+                f"turn is {self.turn}, must lie in 0 to {len(self.tokens) - 1}, inside the prompt"
+            )
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise InvalidArgument(
+                f"max_tokens is {self.max_tokens}; give 0 or more, or leave it out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request, counted at the decode call.
+
+    `cached_tokens` were reused and `prefilled_tokens` evaluated; the two add up to
+    `prompt_tokens` unless the request was cancelled before its prompt was read. `seeded_from`
+    is the kind of checkpoint the request started from, None when it started cold.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    prefilled_tokens: int
+    seeded_from: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds, measured from submission: queueing is included in the time to first token."""
+
+    queued: float
+    time_to_first_token: float | None
+    prefill: float
+    decode: float
+    total: float
+
+    def prefill_rate(self, usage: Usage) -> float | None:
+        """Return prompt tokens evaluated per second, None where nothing was measured."""
+        return usage.prefilled_tokens / self.prefill if self.prefill > 0 else None
+
+    def decode_rate(self, usage: Usage) -> float | None:
+        """Return tokens per second after the first, None where nothing was measured."""
+        rest = usage.completion_tokens - 1
+        return rest / self.decode if rest > 0 and self.decode > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A finished request. `tokens` are the ids sampled, the end token left out."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilling:
+    """The prompt is being read: `done` of `total` tokens stand, `cached` of them were reused."""
+
+    done: int
+    total: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """New text of the reply: whole characters, no part of a stop string."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of every request that did not raise."""
+
+    outcome: Outcome
+
+
+Event = Prefilling | Text | Finished
+TemplateArguments = Mapping[str, object]

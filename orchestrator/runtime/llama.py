@@ -1,0 +1,414 @@
+"""The runtime that is llama.cpp: one model, one context, one shared pool of cells.
+
+Opening goes in three steps: the model is loaded; a context of one sequence measures how many
+bytes a recurrent state really takes; the context proper is made with as many sequences as the
+memory budget allows. Every argument is checked here or in `_seqstate`, because a wrong one is
+an assertion in C that ends the process.
+
+Used from one thread only, except for the vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator._seqstate import Identity, SequenceMemory
+from orchestrator.errors import BackendError, DecodeFailed, InvalidArgument, PoolFull
+from orchestrator.runtime import library
+from orchestrator.runtime.batch import BatchBuffer
+from orchestrator.runtime.library import api
+from orchestrator.runtime.llama_sampler import LlamaSampler
+from orchestrator.runtime.protocol import Chunk, Limits, MemoryKind, Model, Sampling
+from orchestrator.runtime.vocabulary import Vocabulary
+
+_STATE_FUNCTIONS = (
+    "llama_get_memory",
+    "llama_memory_clear",
+    "llama_memory_seq_cp",
+    "llama_memory_seq_rm",
+    "llama_memory_seq_pos_min",
+    "llama_memory_seq_pos_max",
+    "llama_state_seq_get_size_ext",
+    "llama_state_seq_get_data_ext",
+    "llama_state_seq_set_data_ext",
+)
+_WHOLE = 0  # llama_state_seq_flags
+_STATE_ONLY = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+_FLASH_ATTENTION = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED
+_CELL_STEP = 256  # llama.cpp rounds the pool up to a multiple of this
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a model is opened. None lets the runtime choose.
+
+    `n_context` tokens per request; `n_sequences` fixed, or as many as `state_budget` bytes of
+    recurrent state allow, within `n_sequences_least` and `_most`; `n_batch` tokens per decode
+    call and `n_ubatch` per pass over the weights; `type_k` and `type_v` are ggml type numbers;
+    `repack` lays weights out anew for faster kernels.
+    """
+
+    n_context: int = 4096
+    n_sequences: int | None = None
+    n_sequences_least: int = 4
+    n_sequences_most: int = 32
+    state_budget: int = 1 << 30
+    threads: int | None = None
+    gpu_layers: int | None = None
+    n_batch: int = 512
+    n_ubatch: int = 512
+    type_k: int = 1
+    type_v: int = 1
+    repack: bool = True
+
+
+def open_llama(path: Path, settings: Settings) -> LlamaRuntime:
+    """Load `path` and return its runtime; raises `BackendError` when llama.cpp refuses.
+
+    The file has been inspected before (`models.inspect`), so what fails here is memory, or a
+    model that names a supported architecture and does not follow it.
+    """
+    library.prepare()
+    model = _load_model(path, settings)
+    try:
+        memory = _memory_kind(model)
+        sizes = _measure(model, settings, memory)
+        n_sequences = settings.n_sequences or _fit_sequences(sizes.state, settings)
+        context = _new_context(model, settings, settings.n_context, n_sequences)
+    except BaseException:
+        api.llama_model_free(model)
+        raise
+    return LlamaRuntime(path, settings, model, context, memory, sizes)
+
+
+def fingerprint(path: Path) -> bytes:
+    """Return 32 bytes that tell model files apart: size, first MiB, and 256 samples.
+
+    Hashing all of a 50 GB file would take longer than loading it. The head holds metadata and
+    tensor table, and two trainings of one model differ everywhere.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(size.to_bytes(8, "little"))
+    with path.open("rb") as file:
+        digest.update(file.read(1 << 20))
+        for sample in range(256):
+            file.seek(size * sample // 256)
+            digest.update(file.read(4096))
+    return digest.digest()
+
+
+def _load_model(path: Path, settings: Settings) -> Any:
+    parameters = api.llama_model_default_params()
+    parameters.use_extra_bufts = settings.repack and library.may_repack()
+    if library.can_offload():
+        parameters.n_gpu_layers = 999 if settings.gpu_layers is None else settings.gpu_layers
+    elif settings.gpu_layers:
+        raise BackendError(
+            f"{settings.gpu_layers} layers were to go to a GPU, but the installed llama.cpp was "
+            "built without one; leave out --gpu-layers, or reinstall llama-cpp-python for your GPU"
+        )
+    model = api.llama_model_load_from_file(os.fsencode(path), parameters)
+    if not model:
+        raise BackendError(f'llama.cpp could not load "{path}": {library.last_complaint()}')
+    return model
+
+
+def _memory_kind(model: Any) -> MemoryKind:
+    if api.llama_model_is_hybrid(model):
+        return "hybrid"
+    return "recurrent" if api.llama_model_is_recurrent(model) else "attention"
+
+
+def _new_context(model: Any, settings: Settings, n_context: int, n_sequences: int) -> Any:
+    threads = settings.threads or len(os.sched_getaffinity(0))
+    parameters = api.llama_context_default_params()
+    parameters.n_ctx = n_context
+    parameters.n_batch = max(settings.n_batch, n_sequences)
+    parameters.n_ubatch = min(settings.n_ubatch, parameters.n_batch)
+    parameters.n_seq_max = n_sequences
+    parameters.n_outputs_max = n_sequences
+    parameters.n_threads = parameters.n_threads_batch = threads
+    parameters.flash_attn_type = _FLASH_ATTENTION
+    parameters.type_k, parameters.type_v = settings.type_k, settings.type_v
+    parameters.kv_unified = True
+    parameters.swa_full = True
+    context = api.llama_init_from_model(model, parameters)
+    if not context:
+        raise BackendError(
+            f"llama.cpp could not open a context of {n_context:,} tokens and {n_sequences} "
+            f"sequences: {library.last_complaint()}; lower --ctx"
+        )
+    return context
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Bytes of one recurrent state, and of the attention rows of one token."""
+
+    state: int
+    cell: int
+
+
+def _measure(model: Any, settings: Settings, memory: MemoryKind) -> _Sizes:
+    """Evaluate two tokens and ask llama.cpp what a sequence takes after each."""
+    context = _new_context(model, settings, _CELL_STEP, 1)
+    buffer = BatchBuffer(1)
+    sizes = []
+    try:
+        for position in range(2):
+            batch, _ = buffer.fill([Chunk(0, position, (0,), wants_logits=False)])
+            if api.llama_decode(context, batch):
+                raise BackendError(f"the model cannot evaluate a token: {library.last_complaint()}")
+            sizes.append(int(api.llama_state_seq_get_size_ext(context, 0, _WHOLE)))
+        state = int(api.llama_state_seq_get_size_ext(context, 0, _STATE_ONLY))
+    finally:
+        api.llama_free(context)
+    return _Sizes(0 if memory == "attention" else state, sizes[1] - sizes[0])
+
+
+def _fit_sequences(state_bytes: int, settings: Settings) -> int:
+    fitting = settings.state_budget // max(1, state_bytes)
+    return max(settings.n_sequences_least, min(fitting, settings.n_sequences_most))
+
+
+class LlamaRuntime:
+    """See the module's head and `Runtime`. Made by `open_llama`."""
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Settings,
+        model: Any,
+        context: Any,
+        memory: MemoryKind,
+        sizes: _Sizes,
+    ) -> None:
+        self._model, self._context = model, context
+        self.tokenizer = Vocabulary(model)
+        self.model = _describe(path, model, memory, self.tokenizer.n_vocab)
+        self.limits = Limits(
+            n_sequences=api.llama_n_seq_max(context),
+            n_cells=api.llama_n_ctx(context),
+            n_context=settings.n_context,
+            n_batch=api.llama_n_batch(context),
+            state_bytes=sizes.state,
+            cell_bytes=sizes.cell,
+        )
+        self._lengths = [0] * self.limits.n_sequences
+        self._batch = BatchBuffer(self.limits.n_batch)
+        self._outputs: frozenset[int] = frozenset()
+        self._memory = SequenceMemory(
+            library.function_addresses(_STATE_FUNCTIONS),
+            ctypes.cast(context, ctypes.c_void_p).value or 0,
+            n_sequences=self.limits.n_sequences,
+            memory=memory,
+            identity=self._identity(settings),
+        )
+
+    def _identity(self, settings: Settings) -> Identity:
+        return Identity(
+            build=library.build(),
+            model=self.model.fingerprint,
+            n_layer=api.llama_model_n_layer(self._model),
+            n_ctx=self.limits.n_cells,
+            flash_attn=True,
+            unified=True,
+            type_k=settings.type_k,
+            type_v=settings.type_v,
+        )
+
+    # ---- evaluation ---------------------------------------------------------------------------
+
+    def decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """See `Runtime.decode`."""
+        self._check_batch(chunks)
+        batch, outputs = self._batch.fill(chunks)
+        self._outputs = frozenset()
+        code = api.llama_decode(self._context, batch)
+        if code == 1:
+            raise PoolFull(f"llama.cpp found no room for {batch.n_tokens} tokens; evict first")
+        if code == -1:
+            raise InvalidArgument(f"llama.cpp refused a batch: {library.last_complaint()}")
+        if code:
+            raise DecodeFailed(
+                f"llama_decode failed with {code}: {library.last_complaint()}; "
+                "every state is dropped and prompts are read again"
+            )
+        for chunk in chunks:
+            self._lengths[chunk.sequence] = chunk.end
+        self._outputs = frozenset(output for output in outputs if output is not None)
+        return outputs
+
+    def _check_batch(self, chunks: Sequence[Chunk]) -> None:
+        total = sum(len(chunk.tokens) for chunk in chunks)
+        if not 0 < total <= self.limits.n_batch:
+            raise InvalidArgument(
+                f"a decode call of {total} tokens; give 1 to n_batch = {self.limits.n_batch}"
+            )
+        if len({chunk.sequence for chunk in chunks}) < len(chunks):
+            raise InvalidArgument("two chunks of one decode call name the same sequence; join them")
+        for chunk in chunks:
+            self._check_chunk(chunk)
+
+    def _check_chunk(self, chunk: Chunk) -> None:
+        held = self.length(chunk.sequence)
+        if chunk.start != held or not chunk.tokens:
+            raise InvalidArgument(
+                f"a chunk of {len(chunk.tokens)} tokens at {chunk.start}, but sequence "
+                f"{chunk.sequence} holds {held}; start there with at least one token"
+            )
+        if chunk.end > self.limits.n_context:
+            raise InvalidArgument(
+                f"a chunk to {chunk.end} tokens; a sequence holds {self.limits.n_context}"
+            )
+        if min(chunk.tokens) < 0 or max(chunk.tokens) >= self.model.n_vocab:
+            raise InvalidArgument(f"token ids must lie in 0 to {self.model.n_vocab - 1}")
+
+    def _index_of(self, row: int) -> int:
+        if row not in self._outputs:
+            raise InvalidArgument(f"row {row} is no output of the latest decode call")
+        return row
+
+    def _row(self, row: int) -> NDArray[np.float32]:
+        pointer = api.llama_get_logits_ith(self._context, self._index_of(row))
+        return np.ctypeslib.as_array(pointer, (self.model.n_vocab,))
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """See `Runtime.logits`."""
+        return self._row(row).copy()
+
+    def sampler(self, sampling: Sampling, history: Sequence[int]) -> LlamaSampler:
+        """See `Runtime.sampler`."""
+        return LlamaSampler(
+            self._context,
+            sampling,
+            history,
+            n_vocab=self.model.n_vocab,
+            index_of=self._index_of,
+            is_finite=lambda row: bool(np.isfinite(self._row(row)).all()),
+        )
+
+    # ---- sequences ----------------------------------------------------------------------------
+
+    def length(self, sequence: int) -> int:
+        """See `Runtime.length`."""
+        if not 0 <= sequence < self.limits.n_sequences:
+            raise InvalidArgument(
+                f"sequence {sequence} does not exist; ids are 0 to {self.limits.n_sequences - 1}"
+            )
+        return self._lengths[sequence]
+
+    def copy(self, source: int, target: int, length: int | None = None) -> None:
+        """See `Runtime.copy`."""
+        held = self.length(source)
+        length = held if length is None else length
+        if self.length(target) or not 0 < length <= held:
+            raise InvalidArgument(
+                f"cannot copy {length} of {held} tokens of sequence {source} to sequence "
+                f"{target} of {self.length(target)}; the target must be empty"
+            )
+        self._refuse_cut(source, length)
+        self._memory.copy(source, target, None if length == held else length)
+        self._lengths[target] = length
+        self._verify(target)
+
+    def cut(self, sequence: int, length: int) -> None:
+        """See `Runtime.cut`."""
+        held = self.length(sequence)
+        if not 0 <= length <= held:
+            raise InvalidArgument(f"cannot cut sequence {sequence} of {held} tokens to {length}")
+        self._refuse_cut(sequence, length)
+        if length == 0:
+            self.clear(sequence)
+        elif length < held:
+            self._memory.cut(sequence, length)
+            self._lengths[sequence] = length
+            self._verify(sequence)
+
+    def _refuse_cut(self, sequence: int, length: int) -> None:
+        held = self._lengths[sequence]
+        if length != held and self.model.memory != "attention":
+            raise InvalidArgument(
+                f"sequence {sequence} has a recurrent state at {held}; it cannot be cut to {length}"
+            )
+
+    def clear(self, sequence: int) -> None:
+        """See `Runtime.clear`."""
+        if self.length(sequence):
+            self._memory.clear(sequence)
+        self._lengths[sequence] = 0
+
+    def scrub(self, sequence: int) -> None:
+        """See `Runtime.scrub`."""
+        if self.length(sequence):
+            self._memory.scrub(sequence)
+        self._lengths[sequence] = 0
+
+    def reset(self) -> None:
+        """See `Runtime.reset`."""
+        self._memory.clear_all()
+        self._lengths = [0] * self.limits.n_sequences
+
+    def _verify(self, sequence: int) -> None:
+        """Compare a sequence's length with llama.cpp's own last position."""
+        last = self._memory.positions(sequence)[1]
+        if last != self._lengths[sequence] - 1:
+            raise DecodeFailed(
+                f"sequence {sequence} ends at position {last} where "
+                f"{self._lengths[sequence] - 1} was expected; its state cannot be trusted"
+            )
+
+    # ---- states -------------------------------------------------------------------------------
+
+    def save(self, sequence: int, tokens: Sequence[int]) -> bytes:
+        """See `Runtime.save`."""
+        held = self.length(sequence)
+        if not held or len(tokens) != held:
+            raise InvalidArgument(
+                f"sequence {sequence} holds {held} tokens, {len(tokens)} were given"
+            )
+        return self._memory.save(sequence, tokens)
+
+    def restore(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
+        """See `Runtime.restore`."""
+        if self.length(sequence):
+            raise InvalidArgument(f"sequence {sequence} is not empty; clear it before restoring")
+        self._memory.restore(sequence, blob, tokens)
+        self._lengths[sequence] = len(tokens)
+        self._verify(sequence)
+
+    def close(self) -> None:
+        """See `Runtime.close`."""
+        if self._context is not None:
+            self._memory.close()
+            api.llama_free(self._context)
+            api.llama_model_free(self._model)
+            self._context = self._model = None
+
+
+def _describe(path: Path, model: Any, memory: MemoryKind, n_vocab: int) -> Model:
+    template = api.llama_model_chat_template(model, None)
+    return Model(
+        name=path.stem,
+        architecture=_metadata(model, "general.architecture"),
+        memory=memory,
+        n_vocab=n_vocab,
+        n_context_train=api.llama_model_n_ctx_train(model),
+        fingerprint=fingerprint(path),
+        chat_template=template.decode("utf-8", "replace") if template else None,
+    )
+
+
+def _metadata(model: Any, key: str) -> str:
+    buffer = ctypes.create_string_buffer(256)
+    count = api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace") if count >= 0 else ""

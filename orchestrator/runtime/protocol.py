@@ -1,0 +1,204 @@
+"""What a runtime is: sequences of tokens in a shared pool of cells, and their evaluation.
+
+Two runtimes keep this contract, `llama` (llama.cpp) and `simulated`; one test suite runs over
+both. A runtime checks every argument before it acts: a refused call raises and changes nothing.
+It knows no checkpoints, no requests and no text beyond its own vocabulary.
+
+Invariants of every runtime:
+- a sequence holds the tokens fed to it, at positions 0, 1, …, without gaps;
+- a copy shares cells and never evaluates anything;
+- a recurrent state exists only at the end of its sequence and is never cut back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.errors import InvalidArgument
+from orchestrator.text.tokenizer import Tokenizer
+
+MemoryKind = Literal["attention", "hybrid", "recurrent"]
+
+
+def _within(name: str, value: float, low: float, high: float, remedy: str) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise InvalidArgument(f"{name} is {value}, must lie in {low:g} to {high:g}; {remedy}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. `temperature` 0 is greedy: only the penalty still counts.
+
+    `top_k` 0, `top_p` 1, `min_p` 0 and `repeat_penalty` 1 each switch their filter off; the
+    penalty looks back `repeat_last` tokens. `seed` None draws a new one for every request.
+    """
+
+    temperature: float = 0.7
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    repeat_last: int = 64
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _within("temperature", self.temperature, 0, 100, "0 is greedy, 0.7 is usual")
+        _within("top_k", self.top_k, 0, 1_000_000, "0 switches it off")
+        _within("top_p", self.top_p, 0, 1, "1 switches it off")
+        _within("min_p", self.min_p, 0, 1, "0 switches it off")
+        _within("repeat_penalty", self.repeat_penalty, 0.01, 100, "1 switches it off")
+        _within("repeat_last", self.repeat_last, 0, 1_000_000, "64 is usual")
+        if self.seed is not None:
+            _within("seed", self.seed, 0, 2**32 - 1, "leave it out for a random one")
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a loaded model is. `fingerprint` (32 bytes) tells two model files apart."""
+
+    name: str
+    architecture: str
+    memory: MemoryKind
+    n_vocab: int
+    n_context_train: int
+    fingerprint: bytes
+    chat_template: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a runtime holds.
+
+    `n_sequences` ids from 0; `n_cells` positions in the shared pool; `n_context` tokens in one
+    sequence; `n_batch` tokens in one decode call; `state_bytes` of recurrent state per sequence;
+    `cell_bytes` of attention rows per token. On a pure recurrent model a token takes no cell.
+    """
+
+    n_sequences: int
+    n_cells: int
+    n_context: int
+    n_batch: int
+    state_bytes: int
+    cell_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One lane's span in one decode call: `tokens` go to positions `start`, `start` + 1, …
+
+    `wants_logits`: the last token's logits are needed, to sample what comes next.
+    """
+
+    sequence: int
+    start: int
+    tokens: tuple[int, ...]
+    wants_logits: bool
+
+    @property
+    def end(self) -> int:
+        """The length of the sequence once this chunk is evaluated."""
+        return self.start + len(self.tokens)
+
+
+class Sampler(Protocol):
+    """Chooses tokens for one lane; holds that lane's penalties and random generator."""
+
+    def sample(self, row: int) -> int:
+        """Return the next token from `row` of the latest decode call, and remember it.
+
+        Raises `BackendError` when the row holds values that are not finite.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what it holds; closing twice is harmless."""
+        ...
+
+
+class Runtime(Protocol):
+    """Sequences, their evaluation, and their states. Used from one thread only."""
+
+    @property
+    def model(self) -> Model:
+        """The model that is loaded."""
+        ...
+
+    @property
+    def limits(self) -> Limits:
+        """The sizes this runtime was opened with."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's vocabulary; usable from any thread."""
+        ...
+
+    def decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """Evaluate `chunks` in one call and append them to their sequences.
+
+        Returns one row per chunk, None where no logits were asked for; rows are valid until the
+        next decode. Raises `InvalidArgument` for a chunk that does not start at its sequence's
+        length or a batch over `n_batch`; `PoolFull` when cells are missing, with nothing
+        changed; `DecodeFailed` when every state must be thought lost.
+        """
+        ...
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Return a copy of one row of the latest decode, shape (n_vocab,)."""
+        ...
+
+    def sampler(self, sampling: Sampling, history: Sequence[int]) -> Sampler:
+        """Return a sampler; `history` are the tokens its repeat penalty already sees."""
+        ...
+
+    def length(self, sequence: int) -> int:
+        """Return how many tokens the sequence holds, 0 when it is empty."""
+        ...
+
+    def copy(self, source: int, target: int, length: int | None = None) -> None:
+        """Make the empty `target` share the cells of `source`, all or the first `length`.
+
+        A shorter `length` than the source's is refused where a recurrent state would be cut.
+        """
+        ...
+
+    def cut(self, sequence: int, length: int) -> None:
+        """Keep the first `length` tokens; refused where a recurrent state would be cut."""
+        ...
+
+    def clear(self, sequence: int) -> None:
+        """Empty one sequence."""
+        ...
+
+    def scrub(self, sequence: int) -> None:
+        """Empty a sequence whose state may not be finite, so that its cell is safe to reuse."""
+        ...
+
+    def reset(self) -> None:
+        """Empty every sequence and overwrite what they held."""
+        ...
+
+    def save(self, sequence: int, tokens: Sequence[int]) -> bytes:
+        """Return rows, state and `tokens` (all the sequence holds) as one checked blob."""
+        ...
+
+    def restore(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
+        """Fill the empty `sequence` from a blob saved with the same `tokens`.
+
+        Raises `StateRefused` naming the field that differs, or `PoolFull`; the sequence is
+        empty after either.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the context and the model; closing twice is harmless."""
+        ...

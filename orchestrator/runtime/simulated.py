@@ -1,0 +1,357 @@
+"""A model without weights, under the same restrictions as llama.cpp's memory.
+
+Its next token is a hash of everything its memory holds: the rows *and* the recurrent state. So a
+state restored over foreign rows, or rows kept without their state, changes the reply, as it
+would on a real model, and every rule of the pool can be tested in milliseconds.
+
+    row value of token i    v(i) = mix(token, i, all rows before, state before)
+    recurrent state         s(i) = mix(s(i-1), v(i))
+    next token                     mix(sum of v over the rows, s)
+
+Each row is a cell that copies share; a cell is free when no sequence holds it. Time passes on a
+manual clock by a stated cost per call, token and attended row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.errors import BackendError, DecodeFailed, InvalidArgument, PoolFull, StateRefused
+from orchestrator.runtime.protocol import Chunk, Limits, MemoryKind, Model, Sampling
+from orchestrator.text.bytes import ByteTokenizer
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(*values: int) -> int:
+    """Return a well spread 64-bit hash of integers (splitmix64's finalizer, chained)."""
+    z = 0x9E3779B97F4A7C15
+    for value in values:
+        z = (z ^ value) * 0xBF58476D1CE4E5B9 & _MASK
+        z = (z ^ (z >> 30)) * 0x94D049BB133111EB & _MASK
+        z ^= z >> 31
+    return z
+
+
+class ManualClock:
+    """A clock that moves only when told to; seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds per decode call, per token, and per row that a token attends to."""
+
+    call: float = 0.0
+    token: float = 0.0
+    row: float = 0.0
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one sequence holds: cell numbers, their hash, and the recurrent state."""
+
+    cells: list[int]
+    rows: int = 0
+    state: int = 0
+
+
+class SimulatedSampler:
+    """Greedy takes the hash's token; with a temperature the seed and a count are mixed in."""
+
+    def __init__(self, runtime: SimulatedRuntime, sampling: Sampling) -> None:
+        self._runtime = runtime
+        self._salt = None if sampling.temperature == 0 else (sampling.seed or 0)
+        self._count = 0
+
+    def sample(self, row: int) -> int:
+        """Return the next token from a row of the latest decode call."""
+        value = self._runtime.row(row)
+        if self._salt is not None:
+            self._count += 1
+            value = _mix(value, self._salt, self._count)
+        return self._runtime.token_of(value)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class SimulatedRuntime:
+    """See the module's head. `end_every` is the mean length of a reply in tokens, 0: endless."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        memory: MemoryKind = "hybrid",
+        tokenizer: ByteTokenizer | None = None,
+        chat_template: str | None = None,
+        clock: ManualClock | None = None,
+        cost: Cost | None = None,
+        end_every: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.limits = limits
+        self.tokenizer = tokenizer or ByteTokenizer.for_chat()
+        self.clock = clock or ManualClock()
+        self.decoded_tokens = 0
+        self._cost = cost or Cost()
+        self._seed = seed
+        self._end_every = end_every
+        self._held = [_Held([]) for _ in range(limits.n_sequences)]
+        self._owners: dict[int, int] = {}  # cell -> how many sequences hold it
+        self._values: dict[int, int] = {}  # cell -> its row's value
+        self._next_cell = 0
+        self._rows: list[int] = []
+        self.model = Model(
+            name="simulated",
+            architecture="simulated",
+            memory=memory,
+            n_vocab=self.tokenizer.n_vocab,
+            n_context_train=limits.n_context,
+            fingerprint=hashlib.sha256(struct.pack("<q", seed) + memory.encode()).digest(),
+            chat_template=chat_template,
+        )
+
+    @property
+    def used_cells(self) -> int:
+        """Distinct cells held; a pure recurrent model holds none."""
+        return 0 if self.model.memory == "recurrent" else len(self._owners)
+
+    # ---- evaluation ---------------------------------------------------------------------------
+
+    def decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """See `Runtime.decode`."""
+        total = self._check_batch(chunks)
+        if self.model.memory != "recurrent" and self.used_cells + total > self.limits.n_cells:
+            raise PoolFull(
+                f"{total} cells are wanted, {self.limits.n_cells - self.used_cells} free"
+            )
+        self.decoded_tokens += total
+        self._rows = []
+        rows: list[int | None] = []
+        seconds = self._cost.call
+        for chunk in chunks:
+            held = self._held[chunk.sequence]
+            for token in chunk.tokens:
+                seconds += self._cost.token + self._cost.row * len(held.cells)
+                self._append(held, token)
+            rows.append(len(self._rows) if chunk.wants_logits else None)
+            if chunk.wants_logits:
+                self._rows.append(self._digest(held))
+        self.clock.advance(seconds)
+        return rows
+
+    def _check_batch(self, chunks: Sequence[Chunk]) -> int:
+        total = sum(len(chunk.tokens) for chunk in chunks)
+        if not 0 < total <= self.limits.n_batch:
+            raise InvalidArgument(
+                f"a decode call of {total} tokens; give 1 to n_batch = {self.limits.n_batch}"
+            )
+        if len({chunk.sequence for chunk in chunks}) < len(chunks):
+            raise InvalidArgument("two chunks of one decode call name the same sequence; join them")
+        for chunk in chunks:
+            self._check_chunk(chunk)
+        return total
+
+    def _check_chunk(self, chunk: Chunk) -> None:
+        held = len(self._get(chunk.sequence).cells)
+        if chunk.start != held or not chunk.tokens:
+            raise InvalidArgument(
+                f"a chunk of {len(chunk.tokens)} tokens at {chunk.start}, but sequence "
+                f"{chunk.sequence} holds {held}; start there with at least one token"
+            )
+        if chunk.end > self.limits.n_context:
+            raise InvalidArgument(
+                f"a chunk to {chunk.end} tokens; a sequence holds {self.limits.n_context}"
+            )
+        if not all(0 <= token < self.model.n_vocab for token in chunk.tokens):
+            raise InvalidArgument(f"token ids must lie in 0 to {self.model.n_vocab - 1}")
+
+    def _append(self, held: _Held, token: int) -> None:
+        value = _mix(token, len(held.cells), held.rows, held.state, self._seed)
+        cell = self._next_cell
+        self._next_cell += 1
+        self._owners[cell], self._values[cell] = 1, value
+        held.cells.append(cell)
+        if self.model.memory != "recurrent":
+            held.rows = (held.rows + value) & _MASK
+        if self.model.memory != "attention":
+            held.state = _mix(held.state, value)
+
+    def _digest(self, held: _Held) -> int:
+        return _mix(held.rows, held.state, self._seed)
+
+    def row(self, row: int) -> int:
+        """Return the digest a row of logits stands for."""
+        if not 0 <= row < len(self._rows):
+            raise InvalidArgument(f"row {row} of {len(self._rows)} rows of the latest decode call")
+        return self._rows[row]
+
+    def token_of(self, digest: int) -> int:
+        """Return the token a digest chooses: printable ASCII, now and then the end."""
+        end = self.tokenizer.eos
+        if self._end_every and end is not None and digest >> 32 & 0xFFFF < 65536 // self._end_every:
+            return end
+        return 32 + digest % 95
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """See `Runtime.logits`; the rest is noise well below the chosen token."""
+        digest = self.row(row)
+        noise = np.random.default_rng(digest).standard_normal(self.model.n_vocab)
+        noise[self.token_of(digest)] = 10.0
+        return noise.astype(np.float32)
+
+    def sampler(self, sampling: Sampling, history: Sequence[int]) -> SimulatedSampler:
+        """See `Runtime.sampler`."""
+        return SimulatedSampler(self, sampling)
+
+    # ---- sequences ----------------------------------------------------------------------------
+
+    def _get(self, sequence: int) -> _Held:
+        if not 0 <= sequence < self.limits.n_sequences:
+            raise InvalidArgument(
+                f"sequence {sequence} does not exist; ids are 0 to {self.limits.n_sequences - 1}"
+            )
+        return self._held[sequence]
+
+    def length(self, sequence: int) -> int:
+        """See `Runtime.length`."""
+        return len(self._get(sequence).cells)
+
+    def copy(self, source: int, target: int, length: int | None = None) -> None:
+        """See `Runtime.copy`."""
+        held, empty = self._get(source), self._get(target)
+        length = len(held.cells) if length is None else length
+        if empty.cells or not 0 < length <= len(held.cells):
+            raise InvalidArgument(
+                f"cannot copy {length} of {len(held.cells)} tokens of sequence {source} to "
+                f"sequence {target} of {len(empty.cells)}; the target must be empty"
+            )
+        self._refuse_cut(source, length)
+        for cell in held.cells[:length]:
+            self._owners[cell] += 1
+        self._held[target] = self._view(held.cells[:length], held.state)
+
+    def cut(self, sequence: int, length: int) -> None:
+        """See `Runtime.cut`."""
+        held = self._get(sequence)
+        if not 0 <= length <= len(held.cells):
+            raise InvalidArgument(
+                f"cannot cut sequence {sequence} of {len(held.cells)} tokens to {length}"
+            )
+        self._refuse_cut(sequence, length)
+        self._release(held.cells[length:])
+        self._held[sequence] = self._view(held.cells[:length], held.state)
+
+    def _refuse_cut(self, sequence: int, length: int) -> None:
+        held = len(self._held[sequence].cells)
+        if length != held and self.model.memory != "attention":
+            raise InvalidArgument(
+                f"sequence {sequence} has a recurrent state at {held}; it cannot be cut to {length}"
+            )
+
+    def _view(self, cells: list[int], state: int) -> _Held:
+        """Return holdings whose row hash is computed from the cells they really name."""
+        rows = sum(self._values[cell] for cell in cells) & _MASK
+        return _Held(cells, 0 if self.model.memory == "recurrent" else rows, state)
+
+    def _release(self, cells: list[int]) -> None:
+        for cell in cells:
+            self._owners[cell] -= 1
+            if not self._owners[cell]:
+                del self._owners[cell], self._values[cell]
+
+    def clear(self, sequence: int) -> None:
+        """See `Runtime.clear`."""
+        self._release(self._get(sequence).cells)
+        self._held[sequence] = _Held([])
+
+    def scrub(self, sequence: int) -> None:
+        """See `Runtime.scrub`; nothing here is ever not finite."""
+        self.clear(sequence)
+
+    def reset(self) -> None:
+        """See `Runtime.reset`."""
+        for sequence in range(self.limits.n_sequences):
+            self.clear(sequence)
+
+    # ---- states -------------------------------------------------------------------------------
+
+    def save(self, sequence: int, tokens: Sequence[int]) -> bytes:
+        """See `Runtime.save`."""
+        held = self._get(sequence)
+        if not held.cells or len(tokens) != len(held.cells):
+            raise InvalidArgument(
+                f"sequence {sequence} holds {len(held.cells)} tokens, {len(tokens)} were given"
+            )
+        values = [self._values[cell] for cell in held.cells]
+        body = struct.pack(f"<{len(values)}Q", *values) + struct.pack("<Q", held.state)
+        head = self.model.fingerprint + _token_hash(tokens)
+        return head + hashlib.sha256(head + body).digest() + body
+
+    def restore(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
+        """See `Runtime.restore`."""
+        if self._get(sequence).cells:
+            raise InvalidArgument(f"sequence {sequence} is not empty; clear it before restoring")
+        self._refuse_foreign(blob, tokens)
+        count = len(tokens)
+        if self.model.memory != "recurrent" and self.used_cells + count > self.limits.n_cells:
+            raise PoolFull(f"{count} cells are wanted to restore a state; evict first")
+        *values, state = struct.unpack(f"<{count + 1}Q", blob[96:])
+        cells = list(range(self._next_cell, self._next_cell + count))
+        self._next_cell += count
+        self._owners.update(dict.fromkeys(cells, 1))
+        self._values.update(zip(cells, values, strict=True))
+        self._held[sequence] = self._view(cells, state)
+
+    def _refuse_foreign(self, blob: bytes, tokens: Sequence[int]) -> None:
+        if len(blob) != 96 + 8 * (len(tokens) + 1):
+            raise StateRefused(
+                "size", f"a state of {len(blob)} bytes is not one of {len(tokens)} tokens"
+            )
+        if blob[:32] != self.model.fingerprint:
+            raise StateRefused("model", "the state was saved by another model; prefill instead")
+        if blob[32:64] != _token_hash(tokens):
+            raise StateRefused("tokens", "the state was saved for other tokens; prefill instead")
+        if blob[64:96] != hashlib.sha256(blob[:64] + blob[96:]).digest():
+            raise StateRefused("checksum", "the state is damaged; prefill instead")
+
+    def close(self) -> None:
+        """See `Runtime.close`."""
+
+
+def _token_hash(tokens: Sequence[int]) -> bytes:
+    return hashlib.sha256(struct.pack(f"<{len(tokens)}i", *tokens)).digest()
+
+
+class FailingRuntime(SimulatedRuntime):
+    """A simulated runtime whose next calls can be told to fail, for tests of recovery."""
+
+    fails_next: BackendError | None = None
+
+    def decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
+        """Fail once if told to, leaving states behind that must not be trusted; else decode."""
+        failure, self.fails_next = self.fails_next, None
+        if failure is None:
+            return super().decode(chunks)
+        if isinstance(failure, DecodeFailed):
+            for held in self._held:
+                held.state = _mix(held.state, 1)
+        raise failure

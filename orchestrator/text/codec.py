@@ -1,0 +1,190 @@
+r"""What are the tokens of a chat, and where in them does its input end?
+
+The next turn renders the whole history again, and rarely as this turn left it: the generation
+prompt opened a reasoning block that history drops, white space is trimmed, a tool loop loses its
+reasoning. What will surely come again cannot be read off a template, but it can be tried out.
+The chat is rendered
+
+    A   as the prompt, with the generation prompt
+    C   without the generation prompt
+    B   with a reply and a next message appended, without the generation prompt
+
+and the input ends where the tokens of A stop being those of the others:
+
+    A   <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n
+    C   <|im_start|>user\nhi<|im_end|>\n
+    B   <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nx<|im_end|>\n<|im_start|>user\n…
+        |<------------ turn ------------>|
+
+A rendering that the template refuses, or that says no more than A, is left out.
+
+Invariants: ``0 <= floor <= turn < len(tokens)``; the tokens are those of the marked text encoded
+at once (`encoder.py`); a special token typed into a message is never a special id (`guard.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.errors import InvalidArgument, TemplateError
+from orchestrator.text.encoder import Encoder, Encoding, common_length
+from orchestrator.text.guard import MARK, Guard, scrubbed, unmarked
+from orchestrator.text.messages import Message
+from orchestrator.text.template import ChatTemplate
+from orchestrator.text.tokenizer import Tokenizer
+
+_CALL = {"id": "probe0001", "type": "function", "function": {"name": "probe", "arguments": {}}}
+_NEXT_QUESTION: list[Message] = [
+    {"role": "assistant", "content": "x"},
+    {"role": "user", "content": "y"},
+]
+_NEXT_RESULT: list[Message] = [
+    {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "probe0001", "name": "probe", "content": "y"},
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The input of one reply. All positions count tokens.
+
+    `turn`: where the input ends, before the generation prompt; 0 if there is no such place.
+    `floor`: the part of it that also survives the next message of the *user*; less than `turn`
+    only inside a tool loop that the template will then render anew. `text` is what the tokens
+    spell, without a BOS that the tokenizer added. `opener` is the part of it that the generation
+    prompt made.
+    """
+
+    tokens: tuple[int, ...]
+    turn: int
+    floor: int
+    text: str
+    opener: str
+
+
+class ChatCodec:
+    """Turns chats into prompts for one model. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self._guard = Guard(tokenizer.special_texts())
+        self._encoder = Encoder(tokenizer, self._guard)
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """The prompt of a chat; `tools` and `arguments` as in `ChatTemplate.render`.
+
+        Raises InvalidArgument and TemplateError as `ChatTemplate.render` does, and InvalidArgument
+        for a chat that renders to nothing.
+        """
+        try:
+            chat = _Chat(self.template, self._guard, messages, tools, arguments)
+        except RecursionError as error:
+            raise InvalidArgument(
+                "messages or tools are nested too deeply; flatten them"
+            ) from error
+        prompt = self._encoder.encode(chat.rendered())
+        if not prompt.tokens:
+            raise InvalidArgument("the chat template makes an empty prompt of these messages")
+        bare = chat.attempted(generation=False)
+        next_ = chat.with_next_result() if chat.in_tool_loop else chat.with_next_question()
+        turn = self._common(prompt, bare, next_)
+        floor = self._common(prompt, chat.with_next_question()) if chat.in_tool_loop else turn
+        self._encoder.remember(prompt)
+        return Prompt(
+            tokens=prompt.tokens,
+            turn=turn,
+            floor=min(floor, turn),
+            text=unmarked(prompt.text),
+            opener=_opener(prompt.text, bare, next_),
+        )
+
+    def complete(self, text: str, *, special: bool = True) -> Prompt:
+        """The prompt of raw text, without a template.
+
+        `special` False leaves special tokens in `text` as plain text. Raises InvalidArgument if
+        there is nothing to evaluate.
+        """
+        text = scrubbed(text.replace(MARK, "\ufffd"))
+        prompt = self._encoder.encode(text if special else self._guard.text(text))
+        if not prompt.tokens:
+            raise InvalidArgument("the prompt is empty; give at least one character")
+        return Prompt(prompt.tokens, turn=0, floor=0, text=text, opener="")
+
+    def _common(self, prompt: Encoding, *texts: str | None) -> int:
+        """The length of the prefix of `prompt` that all other `texts` share, 0 without any.
+
+        The last token is left out even if they share it: what follows may join it.
+        """
+        others = [text for text in texts if text is not None and text != prompt.text]
+        ends = [
+            common_length(prompt.tokens, self._encoder.encode(text, (prompt,)).tokens)
+            for text in others
+        ]
+        return min(*ends, len(prompt.tokens) - 1) if ends else 0
+
+
+class _Chat:
+    """One chat, prepared and marked, and what might follow it."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        guard: Guard,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        arguments: Mapping[str, Any] | None,
+    ) -> None:
+        self._template = template
+        self._guard = guard
+        self._messages = [guard.message(message) for message in template.prepared(messages)]
+        self._tools = guard.value(tools)
+        self._arguments = guard.value(arguments)
+
+    @property
+    def in_tool_loop(self) -> bool:
+        return bool(self._messages[-1]["role"] == "tool")
+
+    def rendered(self, more: Sequence[Message] = (), *, generation: bool = True) -> str:
+        try:
+            text = self._template.fill(
+                [*self._messages, *more],
+                tools=self._tools,
+                add_generation_prompt=generation,
+                arguments=self._arguments,
+                guard=self._guard.value,
+            )
+        except TemplateError as error:
+            raise TemplateError(scrubbed(unmarked(str(error)))) from error
+        return scrubbed(text)
+
+    def attempted(self, more: Sequence[Message] = (), *, generation: bool) -> str | None:
+        """As `rendered`, None where the template refuses."""
+        try:
+            return self.rendered(more, generation=generation)
+        except TemplateError:
+            return None
+
+    def with_next_question(self) -> str | None:
+        """The chat with a reply, unless it ends in one, and a next message of the user."""
+        replied = self._messages[-1]["role"] == "assistant"
+        probe = _NEXT_QUESTION[1:] if replied else _NEXT_QUESTION
+        return self.attempted(self._template.prepared(probe), generation=False)
+
+    def with_next_result(self) -> str | None:
+        """The chat with one more call of a tool and its result."""
+        return self.attempted(self._template.prepared(_NEXT_RESULT), generation=False)
+
+
+def _opener(prompt: str, *others: str | None) -> str:
+    """The end of `prompt` that is not in the first of the other renderings that there is."""
+    other = next((text for text in others if text is not None), prompt)
+    return unmarked(prompt[common_length(prompt, other) :])

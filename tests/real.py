@@ -1,0 +1,68 @@
+"""Real tiny models behind the engine, and a count of what llama.cpp was really given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import pytest
+import tiny_models
+
+from orchestrator.engine.engine import Engine
+from orchestrator.models.demo import ensure_demo
+from orchestrator.runtime.llama import LlamaRuntime, Settings, open_llama
+
+TEMPLATES = Path(__file__).parent / "templates"
+N_CONTEXT = 2048
+DEMO = "demo"
+
+
+def path_of(model: str) -> Path:
+    """Return the file of the demo model or of a tiny one, built if need be."""
+    return ensure_demo(print) if model == DEMO else tiny_models.build(model)
+
+
+@contextmanager
+def open_runtime(model: str, **settings: Any) -> Iterator[LlamaRuntime]:
+    """Open a model's runtime with small sizes and close it in the end."""
+    sizes = {"n_context": 512, "n_sequences": 6, **settings}
+    runtime = open_llama(path_of(model), Settings(**sizes))
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+@contextmanager
+def open_engine(
+    model: str, template: str = "chatml", *, n_context: int = N_CONTEXT, cached: bool = True
+) -> Iterator[Engine]:
+    """Open an engine over a model as a user would; `chatml` is the template they all bring."""
+    file = None if template == "chatml" else TEMPLATES / f"{template}.jinja"
+    checkpoints = None if cached else 0
+    with Engine.open(
+        path_of(model), ctx=n_context, chat_template=file, checkpoints=checkpoints
+    ) as engine:
+        yield engine
+
+
+class DecodeCount:
+    """The tokens handed to `llama_decode`, counted there and nowhere else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tokens = 0
+        decode = llama_cpp.llama_decode
+
+        def counting(context: Any, batch: Any) -> int:
+            self.tokens += batch.n_tokens
+            return int(decode(context, batch))
+
+        monkeypatch.setattr(llama_cpp, "llama_decode", counting)
+
+    def taken(self) -> int:
+        """Return the count since the last call."""
+        tokens, self.tokens = self.tokens, 0
+        return tokens

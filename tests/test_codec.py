@@ -1,0 +1,466 @@
+"""Chats as tokens: the turn boundary, special tokens, and what is encoded only once."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.errors import InvalidArgument, TemplateError
+from orchestrator.text.bytes import N_BYTES, ByteTokenizer
+from orchestrator.text.codec import ChatCodec, Prompt
+from orchestrator.text.encoder import Encoder, common_length
+from orchestrator.text.guard import MARK, Guard, is_reply_marker, unmarked
+from orchestrator.text.reasoning import leaves_open
+from orchestrator.text.template import ChatTemplate
+from orchestrator.text.tokenizer import Tokenizer
+
+TEMPLATES = Path(__file__).parent / "templates"
+NAMES = ("chatml", "thinking", "empty_think")
+NO_PROMPT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+
+
+def cut_out(part: str | int, literal: str, rank: int) -> list[str | int]:
+    """The pieces of `part` with the token of `literal` between them."""
+    if isinstance(part, int):
+        return [part]
+    pieces: list[str | int] = []
+    *fragments, last = part.split(literal)
+    for fragment in fragments:
+        pieces += [fragment.rstrip() if literal == "<s>" else fragment, N_BYTES + rank]
+    return [piece for piece in (*pieces, last) if piece != ""]
+
+
+class JoiningTokenizer(ByteTokenizer):
+    """Joins letters to words, as real vocabularies do, and shows what is asked of it.
+
+    Like llama.cpp it cuts out special texts one after the other, the longest first; may put a space
+    before each fragment of text (`spaced`); and ``<s>`` swallows the white space before it, as some
+    tokens do. `asked`: the characters encoded so far.
+    """
+
+    def __init__(self, *args: Any, spaced: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._words: dict[str, int] = {}
+        self._spaced = spaced
+        self.asked = 0
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        self.asked += len(text)
+        parts: list[str | int] = [text]
+        for rank, literal in sorted(enumerate(self.special_texts()), key=lambda s: -len(s[1])):
+            if special or self.piece(N_BYTES + rank):
+                parts = [piece for part in parts for piece in cut_out(part, literal, rank)]
+        return [token for part in parts for token in self._fragment(part)]
+
+    def _fragment(self, part: str | int) -> list[int]:
+        if isinstance(part, int):
+            return [part]
+        words, word = [], ""
+        for char in " " * self._spaced + part:
+            if word and char.isspace() != word[-1].isspace():
+                words.append(word)
+                word = ""
+            word += char
+        return [self._words.setdefault(word, 1000 + len(self._words)) for word in (*words, word)]
+
+
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate.from_file(TEMPLATES / f"{name}.jinja", bos_text="<s>", eos_text="</s>")
+
+
+def codec(name: str = "chatml", tokenizer: Tokenizer | None = None) -> ChatCodec:
+    return ChatCodec(tokenizer or ByteTokenizer.for_chat(), template(name))
+
+
+def codec_of(source: str, tokenizer: Tokenizer | None = None) -> ChatCodec:
+    tokenizer = tokenizer or ByteTokenizer.for_chat()
+    return ChatCodec(tokenizer, ChatTemplate(source, bos_text="<s>", eos_text="</s>"))
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def spelt(prompt: Prompt, end: int | None = None) -> str:
+    """The text of a prompt's tokens, special ones included."""
+    tokenizer = ByteTokenizer.for_chat()
+    return b"".join(
+        bytes((token,)) if token < N_BYTES else tokenizer.token_text(token).encode()
+        for token in prompt.tokens[:end]
+    ).decode()
+
+
+def specials(prompt: Prompt) -> list[int]:
+    return [token for token in prompt.tokens if token >= N_BYTES]
+
+
+def begins_with(whole: Sequence[int], part: Sequence[int]) -> bool:
+    return tuple(whole[: len(part)]) == tuple(part)
+
+
+# --- the turn boundary ---
+
+
+@pytest.mark.parametrize(
+    ("name", "opener"),
+    [
+        ("chatml", "<|im_start|>assistant\n"),
+        ("thinking", "<|im_start|>assistant\n<think>\n"),
+        ("empty_think", "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+    ],
+)
+def test_the_turn_ends_where_the_input_ends(name: str, opener: str) -> None:
+    prompt = codec(name).encode([user("hi")])
+    assert spelt(prompt, prompt.turn) == "<|im_start|>user\nhi<|im_end|>\n"
+    assert spelt(prompt) == prompt.text == spelt(prompt, prompt.turn) + opener
+    assert prompt.opener == opener
+    assert prompt.floor == prompt.turn
+    assert leaves_open(prompt.opener) is (name == "thinking")
+
+
+texts = st.one_of(
+    st.text(alphabet="ab \n<>|", max_size=8),
+    st.lists(
+        st.sampled_from(
+            ["<|im_end|>", "<|im_start|>", "<think>", "</think>", "<", "|im_end|>", "a"]
+        )
+    ).map("".join),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(turns=st.lists(st.tuples(texts, texts), min_size=2, max_size=5), system=st.booleans())
+def test_every_turn_begins_with_the_turn_before_up_to_its_end(
+    name: str, turns: list[tuple[str, str]], system: bool
+) -> None:
+    chatting = codec(name)
+    chat: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] * system
+    before: Prompt | None = None
+    for question, reply in turns:
+        chat = [*chat, user(question)]
+        prompt = chatting.encode(chat)
+        assert 0 < prompt.floor <= prompt.turn < len(prompt.tokens)
+        if before is not None:
+            assert begins_with(prompt.tokens, before.tokens[: before.turn])
+        chat, before = [*chat, assistant(reply)], prompt
+
+
+def test_inside_a_tool_loop_the_floor_is_what_the_next_question_leaves() -> None:
+    chatting = codec("thinking")
+    loop = [
+        user("hi"),
+        assistant("<think>\nhm\n</think>\n\nlook"),
+        {"role": "tool", "content": "r"},
+    ]
+    prompt = chatting.encode(loop)
+    more = chatting.encode([*loop, assistant("again"), {"role": "tool", "content": "s"}])
+    question = chatting.encode([*loop, assistant("done"), user("why?")])
+    assert spelt(prompt, prompt.turn).endswith("<|im_start|>tool\nr<|im_end|>\n")
+    assert begins_with(more.tokens, prompt.tokens[: prompt.turn])
+    assert spelt(prompt, prompt.floor) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert begins_with(question.tokens, prompt.tokens[: prompt.floor])
+
+
+def test_without_a_generation_prompt_the_turn_leaves_the_last_token_out() -> None:
+    prompt = codec_of(NO_PROMPT).encode([user("hi")])
+    assert (prompt.turn, prompt.opener) == (len(prompt.tokens) - 1, "")
+
+
+def test_a_template_that_insists_on_a_generation_prompt_is_probed_by_a_next_message() -> None:
+    source = NO_PROMPT + (
+        "{% if add_generation_prompt %}[assistant]\n{% elif messages | length == 1 %}"
+        "{{ raise_exception('nothing to do') }}{% endif %}"
+    )
+    prompt = codec_of(source).encode([user("hi")])
+    assert spelt(prompt, prompt.turn) == "[user] hi[assistant]"
+
+
+def test_a_template_that_refuses_probes_is_cut_before_its_generation_prompt() -> None:
+    source = NO_PROMPT + (
+        "{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    prompt = codec_of(source).encode([user("hi")])
+    assert spelt(prompt, prompt.turn) == "[user] hi"
+
+
+def test_a_template_with_nothing_in_common_has_no_turn() -> None:
+    source = "{{ messages | length }}{{ add_generation_prompt }}"
+    alone = source + "{% if not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}"
+    assert codec_of(source.replace("}}{{", "~add_generation_prompt}}{{")).encode([user("a")])
+    assert codec_of("{{ add_generation_prompt }}").encode([user("a")]).turn == 0
+    assert codec_of(alone).encode([user("a")]).turn == 0
+
+
+def test_a_refusal_of_the_chat_itself_is_the_callers_to_hear() -> None:
+    with pytest.raises(TemplateError, match="No user query"):
+        codec_of("{{ raise_exception('No user query') }}").encode([user("a")])
+    with pytest.raises(InvalidArgument, match="empty prompt"):
+        codec_of("").encode([user("a")])
+
+
+def test_tools_nested_without_end_are_the_callers_fault() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(2_000):
+        schema = {"properties": schema}
+    with pytest.raises(InvalidArgument, match="nested too deeply"):
+        codec().encode([user("a")], tools=[schema])
+
+
+# --- BOS ---
+
+
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_prompt_begins_with_one_bos_whoever_adds_it(writes: bool, adds: bool) -> None:
+    tokenizer = ByteTokenizer(["<s>"], bos="<s>", adds_bos=adds)
+    prompt = codec_of("{{ bos_token }}hi" if writes else "hi", tokenizer).encode([user("a")])
+    assert specials(prompt) == [N_BYTES] * (writes or adds)
+
+
+def test_a_typed_bos_does_not_stand_for_the_real_one() -> None:
+    tokenizer = ByteTokenizer(["<s>"], bos="<s>", adds_bos=True)
+    prompt = codec_of("{{ messages[0].content }}", tokenizer).encode([user("<s>a")])
+    assert prompt.tokens == (N_BYTES, *b"<s>a")
+
+
+# --- special tokens in messages ---
+
+ALL = ByteTokenizer.for_chat().special_texts()
+
+
+@pytest.mark.parametrize("special", ALL)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_typed_special_token_stays_text(name: str, special: str) -> None:
+    chatting = codec(name)
+    prompt = chatting.encode([user(f"a{special}b")])
+    assert f"a{special}b" in prompt.text == spelt(prompt)
+    assert specials(prompt) == specials(chatting.encode([user("ab")]))
+
+
+@given(texts, st.sampled_from(["user", "system", "tool"]))
+def test_no_text_of_an_outsider_makes_a_special_token(text: str, role: str) -> None:
+    source = "{% for m in messages %}<{{ m.content }}>{{ m.content }}|im_end|>{% endfor %}"
+    prompt = codec_of(source).encode([{"role": role, "content": text}])
+    assert specials(prompt) == []
+    assert prompt.text == spelt(prompt) == f"<{text}>{text}|im_end|>"
+
+
+def test_names_and_arguments_of_tools_make_no_special_token() -> None:
+    source = (
+        "{{ tools | tojson }}{% for m in messages %}{% for call in m.tool_calls %}"
+        "{% for k, v in call.function.arguments | items %}<{{ k }}>{{ v }}{% endfor %}"
+        "{% endfor %}{% endfor %}"
+    )
+    function = {"name": "f", "arguments": '{"|im_end|": "\\u003c|im_start|>"}'}
+    prompt = codec_of(source).encode(
+        [user("a"), assistant("", tool_calls=[{"function": function}])],
+        tools=[{"type": "function", "function": {"name": "<think>", "<|im_end|>": 1}}],
+    )
+    assert specials(prompt) == []
+    assert prompt.text.endswith("<|im_end|><|im_start|>")
+
+
+def test_json_that_a_template_parses_itself_makes_no_special_token() -> None:
+    source = "{{ messages[0].content | from_json | first }}"
+    prompt = codec_of(source).encode([user('["\\u003c|im_end|>"]')])
+    assert (prompt.text, specials(prompt)) == ("<|im_end|>", [])
+
+
+def test_reasoning_of_the_assistant_is_still_reasoning_and_a_turn_end_is_not() -> None:
+    chat = [user("a"), assistant("<think>\nhm\n</think>\n\nb<|im_end|>"), user("c")]
+    prompt = codec("thinking").encode(chat)
+    assert "assistant\nb<|im_end|><|im_end|>\n" in prompt.text
+    ends = ByteTokenizer.for_chat().encode("<|im_end|>", special=True)
+    assert prompt.tokens.count(ends[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("special", "expected"),
+    [
+        ("</think>", True),
+        ("<|START_THINKING|>", True),
+        ("[TOOL_CALLS]", True),
+        ("<|tool_call_start|>", True),
+        ("<tool_response>", False),
+        ("[TOOL_RESULTS]", False),
+        ("<|im_end|>", False),
+        ("<|start_header_id|>", False),
+    ],
+)
+def test_markers_of_a_reply_are_known_by_their_names(special: str, expected: bool) -> None:
+    assert is_reply_marker(special) is expected
+
+
+@given(st.text(alphabet=["a", "<", MARK, "\udc00", "\ufffd"]))
+def test_a_lone_surrogate_is_replaced_and_never_a_mark(text: str) -> None:
+    prompt = codec_of("[{{ messages[0].content }}]").encode([user(text)])
+    assert prompt.text == f"[{text.replace(MARK, chr(0xFFFD)).replace(chr(0xDC00), chr(0xFFFD))}]"
+
+
+@given(texts, st.booleans())
+def test_marking_only_adds_marks(text: str, reply: bool) -> None:
+    guard = Guard((*ALL, "m_end|>", "hink>", "<|im_end|><"))
+    marked = guard.text(text, reply=reply)
+    assert unmarked(marked) == text
+    assert all(is_reply_marker(found) and reply for found in guard.specials.findall(marked))
+
+
+def test_a_surrogate_that_a_template_spells_is_replaced() -> None:
+    assert codec_of(r"{{ '\udc00' }}").encode([user("a")]).text == "\ufffd"
+
+
+def test_a_refusal_that_quotes_a_message_is_fit_to_be_shown() -> None:
+    with pytest.raises(TemplateError) as refused:
+        codec_of("{{ raise_exception(messages[0].content) }}").encode([user("no <|im_end|>")])
+    assert str(refused.value).endswith("no <|im_end|>")
+
+
+# --- encoding only what is new ---
+
+CONTROL = ("<s>", "<|im_start|>", "<|im_end|>", "<|im", "<|a|>")
+MARKERS = ("<think>", "</think>", "\n\n")
+# Special texts that reach into others, before their beginning or past their end.
+OVERLAPPING = ((), ("b<|im_end|>",), ("|>aaaaaaa",), ("a<", "|>b"))
+
+
+def joining(overlapping: tuple[str, ...] = (), *, spaced: bool = False) -> JoiningTokenizer:
+    control = (*CONTROL, *overlapping)
+    return JoiningTokenizer(control, markers=MARKERS, bos="<s>", adds_bos=True, spaced=spaced)
+
+
+marked_texts = st.lists(
+    st.sampled_from(["<|im_start|>", "<|im_end|>", "<|im", "<think>", "<|a|>", "<s>", "aaaaaaa"])
+    | st.sampled_from([" ", "\n", "\n\n", "a", "b", "<", "|", ">", MARK, f"<{MARK}|im_end|>"]),
+    max_size=24,
+).map("".join)
+
+
+def at_once(tokenizer: JoiningTokenizer, text: str) -> tuple[int, ...]:
+    """The oracle: between two special texts everything is plain if a mark lies there."""
+    adds_bos = tokenizer.bos is not None and tokenizer.adds_bos and not text.startswith("<s>")
+    tokens = [tokenizer.bos or 0] * adds_bos
+    trusted = ""
+    for part in re.split(f"({Guard(tokenizer.special_texts()).specials.pattern})", text):
+        if MARK in part:
+            tokens += tokenizer.encode(trusted, special=True) if trusted else []
+            tokens += plain(tokenizer, part)
+            trusted = ""
+        else:
+            trusted += part
+    return (*tokens, *(tokenizer.encode(trusted, special=True) if trusted else []))
+
+
+def plain(tokenizer: JoiningTokenizer, part: str) -> list[int]:
+    """The tokens of a part with marks: in one, unless that makes a marker of marked text."""
+    tokens = tokenizer.encode(unmarked(part), special=False)
+    markers = {tokenizer.encode(text, special=True)[0] for text in MARKERS[:2]}
+    if markers.isdisjoint(tokens):
+        return tokens
+    return [token for piece in part.split(MARK) for token in tokenizer.encode(piece, special=False)]
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(marked_texts, min_size=1, max_size=3),
+    marked_texts,
+    st.sampled_from(OVERLAPPING),
+    st.booleans(),
+)
+@example(["x"], "b<|im_end|>", OVERLAPPING[1], False)
+@example(["x"], "b<|a|>aaaaaaa", OVERLAPPING[2], False)
+@example(["x"], "b <s>", (), False)
+@example(["aaaaaaa", "b"], "x<|a|>b<|a|>", (), False)
+def test_encoding_in_pieces_gives_the_tokens_of_the_whole(
+    ends: list[str], head: str, overlapping: tuple[str, ...], spaced: bool
+) -> None:
+    tokenizer = joining(overlapping, spaced=spaced)
+    encoder = Encoder(tokenizer, Guard(tokenizer.special_texts()))
+    for end in ends:
+        text = head + end
+        encoding = encoder.encode(text)
+        assert encoding.tokens == at_once(tokenizer, text)
+        encoder.remember(encoding)
+
+
+@given(texts)
+def test_text_without_marks_is_encoded_as_the_tokenizer_would(text: str) -> None:
+    tokenizer = joining()
+    encoding = Encoder(tokenizer, Guard(tokenizer.special_texts())).encode(text)
+    assert list(encoding.tokens[1:]) == tokenizer.encode(text, special=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(turns=st.lists(st.tuples(texts, texts), min_size=1, max_size=4))
+def test_the_turn_is_that_of_three_whole_encodings(name: str, turns: list[tuple[str, str]]) -> None:
+    tokenizer = JoiningTokenizer(
+        ("<s>", "<|im_start|>", "<|im_end|>"), markers=("<think>", "</think>")
+    )
+    chatting, guard = codec(name, tokenizer), Guard(tokenizer.special_texts())
+    chat: list[dict[str, Any]] = []
+    for question, reply in turns:
+        chat = [*chat, user(question)]
+        prompt = chatting.encode(chat)
+        told = [guard.message(message) for message in chatting.template.prepared(chat)]
+        probe = [assistant("x"), user("y")]
+        whole, *others = (
+            at_once(tokenizer, chatting.template.fill(messages, add_generation_prompt=generation))
+            for messages, generation in ((told, True), (told, False), (told + probe, False))
+        )
+        assert prompt.tokens == whole
+        assert prompt.turn == min(common_length(whole, other) for other in others)
+        chat = [*chat, assistant(reply)]
+
+
+def test_each_turn_of_a_long_chat_encodes_little_more_than_what_is_new() -> None:
+    tokenizer = JoiningTokenizer(("<|im_start|>", "<|im_end|>"), markers=("<think>", "</think>"))
+    chatting = codec("thinking", tokenizer)
+    chat = [user("word " * 20_000 + ".")]
+    chatting.encode(chat)
+    for turn in range(5):
+        chat = [*chat, assistant(f"<think>\nhm\n</think>\n\nreply {turn}."), user(f"so {turn}?")]
+        tokenizer.asked = 0
+        chatting.encode(chat)
+        assert tokenizer.asked < 1_000
+
+
+def test_chats_side_by_side_do_not_forget_each_other() -> None:
+    tokenizer = JoiningTokenizer(("<|im_start|>", "<|im_end|>"))
+    chatting = codec("chatml", tokenizer)
+    chats = [[user(f"{name} " * 5_000 + ".")] for name in "abcdefgh"]
+    for chat in chats:
+        chatting.encode(chat)
+    tokenizer.asked = 0
+    for chat in chats:
+        chatting.encode([*chat, assistant("x"), user("y")])
+    assert tokenizer.asked < 8 * 1_000
+
+
+# --- raw text ---
+
+
+def test_raw_text_has_no_turn_and_may_hold_special_tokens() -> None:
+    raw = codec()
+    assert raw.complete("a<|im_end|>") == Prompt((97, 259), 0, 0, "a<|im_end|>", "")
+    plain = raw.complete("a<|im_end|><think>", special=False)
+    assert plain.tokens == tuple(b"a<|im_end|><think>")
+    assert raw.complete("a\ud800\udc00").text == "a\ufffd\ufffd"
+    with pytest.raises(InvalidArgument, match="empty"):
+        raw.complete("")
+
+
+def test_a_prompt_survives_json_and_hashing() -> None:
+    prompt = codec().encode([user("hi")])
+    assert json.loads(json.dumps(prompt.tokens)) == list(prompt.tokens)
+    assert hash(prompt) == hash(codec().encode([user("hi")]))
