@@ -21,8 +21,11 @@ DEMO = "demo"
 
 
 def path_of(model: str) -> Path:
-    """Return the file of the demo model or of a tiny one, built if need be."""
-    return ensure_demo(print) if model == DEMO else tiny_models.build(model)
+    """Return the file of ``demo`` or a tiny model (``lfm2``, ``lfm2 Q8_0``), built if need be."""
+    if model == DEMO:
+        return ensure_demo(print)
+    architecture, _, quantised = model.partition(" ")
+    return tiny_models.build(architecture, quantised or None)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -74,7 +73,7 @@ class Pair:
 
 
 @pytest.fixture
-def count(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecodeCount]:
+def count(monkeypatch: pytest.MonkeyPatch) -> DecodeCount:
     """Count what every engine of the test hands to llama.cpp."""
     return DecodeCount(monkeypatch)
 

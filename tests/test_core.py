@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulation import KINDS, Simulation, cold, request
 
 from orchestrator.engine.core import Options
 from orchestrator.engine.lane import Ticket
@@ -12,7 +15,6 @@ from orchestrator.engine.request import Event, Finished, Outcome, Prefilling, Re
 from orchestrator.errors import BackendError, DecodeFailed, OrchestratorError, PromptTooLong
 from orchestrator.pool.placement import RESEND_GAP
 from orchestrator.runtime.protocol import MemoryKind
-from simulation import KINDS, Simulation, cold, request
 
 HEAD = "You are a helpful assistant. " * 8
 OPENER = "<assistant>[think]\n"  # what the generation prompt adds and history drops
@@ -196,14 +198,10 @@ def test_events_tell_progress_text_and_the_end_in_order() -> None:
 def test_a_stop_string_ends_the_reply_and_is_not_shown() -> None:
     whole = cold(request("tell me", max_tokens=40)).text
     stop = whole[10:13]
-    asked = Request(**{**_fields(request("tell me", max_tokens=40)), "stop": (stop,)})
+    asked = replace(request("tell me", max_tokens=40), stop=(stop,))
     outcome = Simulation().ask(asked)
     assert outcome.text == whole[: whole.index(stop)]
     assert outcome.finish_reason == "stop"
-
-
-def _fields(asked: Request) -> dict[str, object]:
-    return {name: getattr(asked, name) for name in Request.__slots__}
 
 
 # ---- cancelling and failing ---------------------------------------------------------------------

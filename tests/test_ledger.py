@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,13 +101,14 @@ def test_impossible_calls_are_refused() -> None:
     ledger = Ledger(10)
     ledger.extend(0, 4)
     ledger.extend(1, 1)
-    for call in (
+    impossible: list[Callable[[], None]] = [
         lambda: ledger.extend(0, 0),
         lambda: ledger.copy(0, 1),
         lambda: ledger.copy(0, 2, 5),
         lambda: ledger.copy(3, 2),
         lambda: ledger.cut(0, 5),
-    ):
+    ]
+    for call in impossible:
         with pytest.raises(InvalidArgument):
             call()
     assert ledger.used == 5

@@ -18,7 +18,9 @@ _WIDTH = 4  # bytes of one packed token
 
 def pack(tokens: Sequence[int]) -> bytes:
     """Return token ids as bytes, four each, for use as a key."""
-    return array("i", tokens).tobytes()
+    packed = array("i")
+    packed.extend(tokens)  # not in the constructor, which would take bytes for packed ints
+    return packed.tobytes()
 
 
 def common_length(a: bytes, b: bytes) -> int:

@@ -1,0 +1,321 @@
+"""What every runtime promises, tried on the simulated one and on every tiny architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import tiny_models
+from numpy.typing import NDArray
+from real import DEMO, open_runtime
+
+from orchestrator.errors import InvalidArgument, PoolFull, StateRefused
+from orchestrator.pool.ledger import Ledger
+from orchestrator.runtime.protocol import GREEDY, Chunk, Limits, MemoryKind, Runtime, Sampling
+from orchestrator.runtime.simulated import SimulatedRuntime
+
+N_CONTEXT, N_SEQUENCES = 512, 6
+N_BATCH = 48  # below 64 tokens results do not depend on where rows lie in the pool
+MEMORY: dict[str, MemoryKind] = {
+    "simulated hybrid": "hybrid",
+    "simulated recurrent": "recurrent",
+    "simulated attention": "attention",
+}
+MODELS = [
+    *MEMORY,
+    *(pytest.param(name, marks=pytest.mark.models) for name in tiny_models.ARCHITECTURES),
+    *(
+        pytest.param(f"{name} {kind}", marks=pytest.mark.models)
+        for name in ("granitehybrid", "qwen35", "rwkv7", "llama")
+        for kind in ("Q4_1", "Q8_0")
+    ),
+    pytest.param(DEMO, marks=pytest.mark.demo),
+]
+TEXT = [32 + number * 7 % 90 for number in range(150)]
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def opened(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    """Open each runtime once."""
+    name: str = request.param
+    if name in MEMORY:
+        limits = Limits(N_SEQUENCES, N_CONTEXT, N_CONTEXT, N_BATCH, 1000, 10)
+        yield SimulatedRuntime(limits, memory=MEMORY[name])
+        return
+    with open_runtime(
+        name, n_context=N_CONTEXT, n_sequences=N_SEQUENCES, n_batch=N_BATCH, n_ubatch=N_BATCH
+    ) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def runtime(opened: Runtime) -> Runtime:
+    """Return it emptied."""
+    opened.reset()
+    return opened
+
+
+def feed(runtime: Runtime, sequence: int, tokens: list[int]) -> NDArray[np.float32]:
+    """Append tokens, in chunks of at most a batch, and return the last logits."""
+    start = runtime.length(sequence)
+    for offset in range(0, len(tokens), N_BATCH):
+        part = tuple(tokens[offset : offset + N_BATCH])
+        (row,) = runtime.decode([Chunk(sequence, start + offset, part, wants_logits=True)])
+    assert row is not None
+    return runtime.logits(row)
+
+
+def in_two_parts(runtime: Runtime, cut: int = 100) -> NDArray[np.float32]:
+    """Return the logits after all of the text, fed in two parts, and empty the runtime again."""
+    feed(runtime, 0, TEXT[:cut])
+    logits = feed(runtime, 0, TEXT[cut:])
+    runtime.reset()
+    return logits
+
+
+def cuts(runtime: Runtime) -> bool:
+    """Whether the rows of this runtime can be cut anywhere."""
+    return runtime.model.memory == "attention"
+
+
+def test_a_sequence_holds_what_was_fed_to_it(runtime: Runtime) -> None:
+    feed(runtime, 2, TEXT)
+    lengths = [runtime.length(sequence) for sequence in range(N_SEQUENCES)]
+    assert lengths == [0, 0, len(TEXT), 0, 0, 0]
+
+
+def test_logits_come_as_one_finite_row_of_the_vocabulary(runtime: Runtime) -> None:
+    logits = feed(runtime, 0, TEXT)
+    assert logits.shape == (runtime.model.n_vocab,)
+    assert np.isfinite(logits).all()
+
+
+def test_the_same_tokens_give_the_same_logits(runtime: Runtime) -> None:
+    first = feed(runtime, 0, TEXT)
+    runtime.reset()
+    assert np.array_equal(first, feed(runtime, 0, TEXT))
+
+
+def test_another_beginning_gives_other_logits(runtime: Runtime) -> None:
+    first = feed(runtime, 0, TEXT)
+    runtime.reset()
+    assert not np.array_equal(first, feed(runtime, 0, [40, *TEXT[1:]]))
+
+
+def test_a_greedy_sampler_takes_the_best_token(runtime: Runtime) -> None:
+    (row,) = runtime.decode([Chunk(0, 0, tuple(TEXT[:20]), wants_logits=True)])
+    assert row is not None
+    sampler = runtime.sampler(GREEDY, [])
+    assert sampler.sample(row) == int(runtime.logits(row).argmax())
+    sampler.close()
+    sampler.close()
+
+
+def test_a_seed_repeats_itself_and_another_differs(runtime: Runtime) -> None:
+    def draw(seed: int) -> list[int]:
+        sampler = runtime.sampler(
+            Sampling(temperature=50, top_k=0, top_p=1, min_p=0, seed=seed), []
+        )
+        (row,) = runtime.decode([Chunk(0, runtime.length(0), (40,), wants_logits=True)])
+        assert row is not None
+        drawn = [sampler.sample(row) for _ in range(12)]
+        sampler.close()
+        return drawn
+
+    draws = []
+    for seed in (1, 1, 2):
+        runtime.reset()
+        draws.append(draw(seed))
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_a_copy_goes_on_as_its_source_would(runtime: Runtime) -> None:
+    feed(runtime, 0, TEXT[:100])
+    runtime.copy(0, 3)
+    assert runtime.length(3) == 100
+    there = feed(runtime, 0, TEXT[100:])
+    here = feed(runtime, 3, TEXT[100:])
+    assert np.array_equal(there, here)
+
+
+def test_a_copy_outlives_its_source(runtime: Runtime) -> None:
+    wanted = in_two_parts(runtime)
+    feed(runtime, 0, TEXT[:100])
+    runtime.copy(0, 3)
+    runtime.clear(0)
+    assert np.array_equal(wanted, feed(runtime, 3, TEXT[100:]))
+
+
+def test_two_branches_do_not_see_each_other(runtime: Runtime) -> None:
+    wanted = in_two_parts(runtime)
+    feed(runtime, 0, TEXT[:100])
+    runtime.copy(0, 1)
+    feed(runtime, 1, [70] * 40)
+    assert np.array_equal(wanted, feed(runtime, 0, TEXT[100:]))
+
+
+def test_a_copy_takes_no_cell(runtime: Runtime) -> None:
+    feed(runtime, 0, TEXT)
+    for target in range(1, N_SEQUENCES):
+        runtime.copy(0, target)
+    room = N_CONTEXT - len(TEXT)  # what is left can be filled to the last cell
+    feed(runtime, 0, [50] * room)
+    assert runtime.length(0) == N_CONTEXT
+
+
+def test_a_full_pool_refuses_and_changes_nothing(runtime: Runtime) -> None:
+    n_cells = runtime.limits.n_cells
+    if runtime.model.memory == "recurrent":  # its tokens take no cell, so there is no full pool
+        for sequence in range(N_SEQUENCES):
+            feed(runtime, sequence, [50] * n_cells)
+        return
+    feed(runtime, 0, [50] * (n_cells - 10))
+    with pytest.raises(PoolFull):
+        feed(runtime, 1, [50] * 11)
+    assert (runtime.length(0), runtime.length(1)) == (n_cells - 10, 0)
+    feed(runtime, 1, [50] * 10)
+    runtime.clear(0)
+    feed(runtime, 2, [50] * 20)
+
+
+def test_the_ledger_counts_as_the_runtime_does(runtime: Runtime) -> None:
+    if runtime.model.memory == "recurrent":
+        assert Ledger(None).fits(10 * runtime.limits.n_cells)
+        return
+    ledger = Ledger(runtime.limits.n_cells)
+    for sequence, count in ((0, 100), (1, 60)):
+        feed(runtime, sequence, [40 + sequence] * count)
+        ledger.extend(sequence, count)
+    for source, target in ((0, 2), (1, 3), (0, 4)):
+        runtime.copy(source, target)
+        ledger.copy(source, target)
+    for sequence in (2, 1):
+        feed(runtime, sequence, [60] * 30)
+        ledger.extend(sequence, 30)
+    for sequence in (0, 3):
+        runtime.clear(sequence)
+        ledger.clear(sequence)
+    free = ledger.free
+    assert free is not None
+    with pytest.raises(PoolFull):
+        fill(runtime, 5, free + 1)
+    runtime.clear(5)
+    fill(runtime, 5, free)
+
+
+def fill(runtime: Runtime, sequence: int, count: int) -> None:
+    """Take `count` cells, the last one in a call of its own."""
+    feed(runtime, sequence, [50] * (count - 1))
+    feed(runtime, sequence, [50])
+
+
+def test_a_saved_state_restored_goes_on_bit_for_bit(runtime: Runtime) -> None:
+    feed(runtime, 0, TEXT[:100])
+    blob = runtime.save(0, TEXT[:100])
+    wanted = feed(runtime, 0, TEXT[100:])
+    runtime.reset()
+    runtime.restore(0, blob, TEXT[:100])
+    assert runtime.length(0) == 100
+    assert np.array_equal(wanted, feed(runtime, 0, TEXT[100:]))
+
+
+def test_a_saved_state_fits_any_other_sequence(runtime: Runtime) -> None:
+    feed(runtime, 0, TEXT[:100])
+    blob = runtime.save(0, TEXT[:100])
+    wanted = feed(runtime, 0, TEXT[100:])
+    runtime.restore(4, blob, TEXT[:100])
+    assert np.array_equal(wanted, feed(runtime, 4, TEXT[100:]))
+
+
+def test_a_state_is_refused_for_other_tokens_and_when_damaged(runtime: Runtime) -> None:
+    feed(runtime, 0, TEXT[:100])
+    blob = runtime.save(0, TEXT[:100])
+    damaged = blob[:-5] + bytes([blob[-5] ^ 1]) + blob[-4:]
+    for state, tokens in ((blob, [*TEXT[:99], 33]), (damaged, TEXT[:100]), (blob[:80], TEXT[:100])):
+        with pytest.raises(StateRefused):
+            runtime.restore(1, state, tokens)
+        assert runtime.length(1) == 0
+    feed(runtime, 1, TEXT)
+
+
+def test_rows_are_cut_where_there_is_no_state_to_cut(runtime: Runtime) -> None:
+    wanted = in_two_parts(runtime, cut=80)
+    feed(runtime, 0, TEXT[:80])
+    feed(runtime, 0, [60] * (len(TEXT) - 80))
+    if cuts(runtime):
+        runtime.cut(0, 80)
+        assert np.array_equal(wanted, feed(runtime, 0, TEXT[80:]))
+        runtime.copy(0, 1, 80)
+        assert np.array_equal(wanted, feed(runtime, 1, TEXT[80:]))
+        return
+    calls: list[Callable[[], None]] = [
+        lambda: runtime.cut(0, 80),
+        lambda: runtime.copy(0, 1, 80),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgument, match="recurrent state"):
+            call()
+    assert (runtime.length(0), runtime.length(1)) == (len(TEXT), 0)
+
+
+def test_cutting_to_the_whole_length_changes_nothing(runtime: Runtime) -> None:
+    feed(runtime, 0, TEXT)
+    runtime.cut(0, len(TEXT))
+    assert runtime.length(0) == len(TEXT)
+
+
+def test_a_scrubbed_sequence_is_empty_and_can_be_used_again(runtime: Runtime) -> None:
+    wanted = feed(runtime, 0, TEXT)
+    feed(runtime, 1, [60] * 30)
+    runtime.scrub(1)
+    runtime.scrub(0)
+    assert (runtime.length(0), runtime.length(1)) == (0, 0)
+    assert np.array_equal(wanted, feed(runtime, 0, TEXT))
+
+
+def test_wrong_arguments_are_refused_and_change_nothing(runtime: Runtime) -> None:
+    feed(runtime, 0, TEXT)
+    feed(runtime, 1, [40])
+    n_vocab = runtime.model.n_vocab
+    calls: list[Callable[[], object]] = [
+        lambda: runtime.decode([]),
+        lambda: runtime.decode([Chunk(0, len(TEXT), (), wants_logits=True)]),
+        lambda: runtime.decode([Chunk(0, 3, (40,), wants_logits=True)]),
+        lambda: runtime.decode([Chunk(0, len(TEXT) + 1, (40,), wants_logits=True)]),
+        lambda: runtime.decode([Chunk(-1, 0, (40,), wants_logits=True)]),
+        lambda: runtime.decode([Chunk(N_SEQUENCES, 0, (40,), wants_logits=True)]),
+        lambda: runtime.decode([Chunk(255, 0, (40,), wants_logits=True)]),
+        lambda: runtime.decode([Chunk(2, 0, (n_vocab,), wants_logits=True)]),
+        lambda: runtime.decode([Chunk(2, 0, (-1,), wants_logits=True)]),
+        lambda: runtime.decode([Chunk(2, 0, (40,) * (N_BATCH + 1), wants_logits=True)]),
+        lambda: runtime.decode([Chunk(2, 0, (40,), True), Chunk(2, 1, (40,), True)]),
+        lambda: runtime.length(N_SEQUENCES),
+        lambda: runtime.copy(0, 1),
+        lambda: runtime.copy(3, 4),
+        lambda: runtime.copy(0, 2, 0),
+        lambda: runtime.copy(0, 2, len(TEXT) + 1),
+        lambda: runtime.copy(0, N_SEQUENCES),
+        lambda: runtime.copy(-1, 2),
+        lambda: runtime.cut(0, -1),
+        lambda: runtime.cut(0, len(TEXT) + 1),
+        lambda: runtime.clear(-1),
+        lambda: runtime.scrub(N_SEQUENCES),
+        lambda: runtime.save(2, []),
+        lambda: runtime.save(0, TEXT[:-1]),
+        lambda: runtime.restore(0, b"", TEXT),
+        lambda: runtime.logits(999),
+        lambda: runtime.sampler(GREEDY, []).sample(-1),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgument):
+            call()
+        assert (runtime.length(0), runtime.length(1), runtime.length(2)) == (len(TEXT), 1, 0)
+
+
+def test_a_row_of_an_older_decode_call_is_refused(runtime: Runtime) -> None:
+    (row,) = runtime.decode([Chunk(0, 0, tuple(TEXT[:20]), wants_logits=True)])
+    runtime.decode([Chunk(1, 0, (40, 41), wants_logits=False)])
+    assert row is not None
+    with pytest.raises(InvalidArgument):
+        runtime.logits(row)
