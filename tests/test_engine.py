@@ -69,7 +69,8 @@ def test_a_chat_streams_progress_then_text_then_its_outcome(engine: Engine) -> N
 
 def test_the_second_turn_starts_where_the_first_input_ended(engine: Engine) -> None:
     first = engine.chat(HELLO, sampling=GREEDY, max_tokens=5).outcome()
-    history = [*HELLO, {"role": "assistant", "content": first.text}, *HELLO]
+    reply: dict[str, object] = {"role": "assistant", "content": first.text}
+    history = [*HELLO, reply, *HELLO]
     second = engine.chat(history, sampling=GREEDY, max_tokens=5).outcome()
     assert second.usage.cached_tokens >= engine.encode(HELLO).turn > 0
 
