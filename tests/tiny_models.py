@@ -20,6 +20,7 @@ Shapes are written in ggml's order (``ne0``, the input width, first) and reverse
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -525,3 +526,18 @@ def build(architecture: str, quantised: str | None = None) -> Path:
 
 def build_all(architectures: Sequence[str] = ARCHITECTURES) -> list[Path]:
     return [build(architecture) for architecture in architectures]
+
+
+def main(names: list[str]) -> int:
+    """Build what is named, or everything, and print where it lies."""
+    unknown = [name for name in names if name not in ARCHITECTURES]
+    if unknown:
+        print(f"unknown: {', '.join(unknown)}; known: {', '.join(ARCHITECTURES)}", file=sys.stderr)
+        return 2
+    for name in names or ARCHITECTURES:
+        print(build(name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
