@@ -106,6 +106,11 @@ class FakeEngine:
     asked: list[Asked] = field(default_factory=list)
     openings: list[Opening] = field(default_factory=list)
     closed: bool = False
+    notes: Sequence[str] = ()
+    variables: frozenset[str] = frozenset({"enable_thinking", "k", "tags", "n"})
+
+    def unknown_arguments(self, arguments: Mapping[str, object]) -> list[str]:
+        return [name for name in arguments if name not in self.variables]
 
     def open(self, opening: Opening, on_progress: Progress) -> FakeEngine:
         self.openings.append(opening)

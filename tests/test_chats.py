@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from contextlib import ExitStack
 
 import pytest
@@ -10,6 +12,7 @@ from real import DEMO, DecodeCount, open_engine
 
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.request import GREEDY, Outcome
+from orchestrator.errors import EngineClosed
 
 N_TURNS = 10
 REUSE_SLACK = 8
@@ -151,3 +154,31 @@ def test_a_reply_fills_the_context_to_the_last_cell(model: str) -> None:
     assert full, "no reply ran to the end of the context"
     for outcome in full:
         assert len(outcome.tokens) + outcome.usage.prompt_tokens == 256 + 1
+
+
+@pytest.mark.models
+def test_a_closed_engine_refuses_text_instead_of_reading_a_vocabulary_that_is_gone() -> None:
+    with open_engine("lfm2") as engine:
+        engine.complete("x", max_tokens=1).outcome()
+    for ask in (engine.complete, lambda text: engine.encode([{"role": "user", "content": text}])):
+        with pytest.raises(EngineClosed):
+            ask("anything at all")
+
+
+@pytest.mark.models
+def test_engines_closed_while_others_encode_end_without_harm() -> None:
+    for _ in range(5):
+        with open_engine("lfm2") as engine:
+            engine.complete("x", max_tokens=1).outcome()
+            threads = [threading.Thread(target=_encode_until_closed, args=[engine]) for _ in "ab"]
+            for thread in threads:
+                thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def _encode_until_closed(engine: Engine) -> None:
+    with contextlib.suppress(EngineClosed):
+        while True:
+            engine.encode([{"role": "user", "content": "hello " * 200}])

@@ -12,7 +12,13 @@ from simulation import KINDS, Simulation, cold, request
 from orchestrator.engine.core import Options
 from orchestrator.engine.lane import Ticket
 from orchestrator.engine.request import Event, Finished, Outcome, Prefilling, Request, Text
-from orchestrator.errors import BackendError, DecodeFailed, OrchestratorError, PromptTooLong
+from orchestrator.errors import (
+    BackendError,
+    DecodeFailed,
+    OrchestratorError,
+    PoolFull,
+    PromptTooLong,
+)
 from orchestrator.pool.placement import RESEND_GAP
 from orchestrator.runtime.protocol import MemoryKind
 
@@ -280,11 +286,33 @@ def test_a_lane_that_fails_takes_only_its_own_checkpoints_with_it() -> None:
     _, events = start(simulation, failing)
     simulation.core.step()  # to the turn point: one state of the failing request is kept
     lane = simulation.core._lanes[0]
-    simulation.core._fail(lane, BackendError("logits are not finite"))
+    simulation.core._fail(lane, BackendError("logits are not finite"), suspect=True)
     simulation.check()
     assert isinstance(events[-1], BackendError)
     assert simulation.core.occupancy().checkpoints == kept
     assert simulation.ask(chat.turn("two")).usage.cached_tokens > 0
+
+
+def test_a_request_that_cannot_be_seated_is_answered_and_not_lost() -> None:
+    simulation = Simulation()
+    simulation.ask(request("x" * 40))
+
+    simulation.runtime.fails_next_copy = DecodeFailed("the copy does not hold what it should")
+    _, events = start(simulation, request("x" * 50))
+    simulation.core.step()
+    assert isinstance(events[-1], DecodeFailed)
+    assert simulation.core.is_idle
+
+
+def test_a_lane_that_finds_no_cell_gives_way_and_the_others_go_on() -> None:
+    simulation = Simulation(n_context=100, n_cells=100, options=Options(n_lanes=2))
+    asked = [request(f"{name} " + "q" * 40, max_tokens=30) for name in "ab"]
+    heard = [start(simulation, each)[1] for each in asked]
+    simulation.run()
+    first, second = (events[-1] for events in heard)
+    assert isinstance(first, Finished)
+    assert first.outcome.tokens == cold(asked[0]).tokens
+    assert isinstance(second, PoolFull)
 
 
 # ---- several at once ----------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def chat(seam: Seam, /, **values: Any) -> int:
     from orchestrator.cli.oneshot import answer, question
 
     asked = question(options.prompt)
-    with _opened(seam, options.opening(spec), verbose=options.verbose) as engine:
+    with _opened(seam, options, spec) as engine:
         before = Conversation(options.system or "")
         return answer(engine, before, asked, asking, as_object=options.json)
 
@@ -198,7 +198,7 @@ def _converse(seam: Seam, options: Options, spec: ModelSpec, asking: Asking) -> 
 
     names = {f"/{name}": command.about for name, command in COMMANDS.items()}
     files = [f"/{name}" for name, command in COMMANDS.items() if command.takes == "FILE"]
-    with _opened(seam, options.opening(spec), verbose=options.verbose) as engine:
+    with _opened(seam, options, spec) as engine:
         editor = LineEditor(CommandCompleter(names, files), history())
         screen = Screen(terminal(), terminal(stderr=True))
         print_dim(screen.err, _greeting(engine))
@@ -215,19 +215,27 @@ def _greeting(engine: ChatEngine) -> str:
 
 
 @contextmanager
-def _opened(seam: Seam, opening: Opening, *, verbose: bool) -> Iterator[ChatEngine]:
+def _opened(seam: Seam, options: Options, spec: ModelSpec) -> Iterator[ChatEngine]:
     """Open the engine with its progress on standard error, and close it at the end."""
     err = terminal(stderr=True)
     progress = _Progress(Waiting(err), interactive=err.is_terminal)
     try:
         with silent_keys():
-            opened = seam.open_engine(opening, progress.say)
+            opened = seam.open_engine(options.opening(spec), progress.say)
     finally:
         progress.waiting.stop()
     with opened as engine:
-        if verbose:
+        for note in (*engine.notes, *_unread(engine, options)):
+            print_dim(err, note)
+        if options.verbose:
             err.print(figures(engine.model))
         yield engine
+
+
+def _unread(engine: ChatEngine, options: Options) -> list[str]:
+    """Return a warning for each template argument that will change nothing."""
+    unknown = engine.unknown_arguments(dict(options.template_arg))
+    return [f"--template-arg {name}: the chat template never reads it" for name in unknown]
 
 
 @dataclass(slots=True)

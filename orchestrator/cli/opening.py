@@ -54,6 +54,13 @@ class ChatEngine(Protocol):
     @property
     def model(self) -> ModelInfo: ...
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a person should know of how the model was opened."""
+
+    def unknown_arguments(self, arguments: Mapping[str, object]) -> list[str]:
+        """Return the template arguments that the chat template never reads."""
+
     def chat(
         self,
         messages: Messages,

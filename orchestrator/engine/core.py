@@ -97,6 +97,7 @@ class Core:
         self._pool = self._new_pool()
         self._queue: deque[Ticket] = deque()
         self._lanes: list[Lane] = []
+        self._seating: Ticket | None = None  # out of the queue and not in a lane yet
         self.counters = Counters()
 
     def _new_pool(self) -> Pool:
@@ -164,6 +165,9 @@ class Core:
 
     def _end_lanes(self, error: OrchestratorError) -> None:
         lanes, self._lanes = self._lanes, []
+        if self._seating is not None:
+            self._seating.listener(error)
+            self._seating = None
         for lane in lanes:
             lane.sampler.close()
             lane.ticket.listener(error)
@@ -211,8 +215,9 @@ class Core:
             )
             if admission is None:
                 return
-            self._queue.popleft()
+            self._seating = self._queue.popleft()
             self._seat(ticket, admission)
+            self._seating = None
 
     def _seat(self, ticket: Ticket, admission: Admission) -> None:
         """Carry an admission out and open its lane."""
@@ -248,11 +253,12 @@ class Core:
         self._leave(lane, kind if self._uses_cache(lane.ticket.request) else None)
         lane.ticket.listener(Finished(outcome))
 
-    def _fail(self, lane: Lane, error: OrchestratorError) -> None:
-        """End a lane whose state is not to be trusted, and what was kept of it."""
-        serial = lane.admission.serial
-        self._evict([c for c in self._pool.checkpoints if c.serial == serial], scrub=True)
-        self._memory.scrub(lane.sequence)
+    def _fail(self, lane: Lane, error: OrchestratorError, *, suspect: bool) -> None:
+        """End a lane with an error; where its states are `suspect`, what was kept of it as well."""
+        if suspect:
+            serial = lane.admission.serial
+            self._evict([c for c in self._pool.checkpoints if c.serial == serial], scrub=True)
+            self._memory.scrub(lane.sequence)
         self._leave(lane, None)
         lane.ticket.listener(error)
 
@@ -278,7 +284,8 @@ class Core:
         try:
             rows = self._decode(chunks)
         except PoolFull as full:
-            self._fail(lanes[-1], full)  # the youngest gives way, the others go on next step
+            # the youngest gives way, the others go on with the next step
+            self._fail(lanes[-1], full, suspect=False)
             return
         seconds = self._clock() - begun
         for lane, chunk, row in zip(lanes, chunks, rows, strict=True):
@@ -322,7 +329,7 @@ class Core:
         try:
             token = lane.sampler.sample(row)
         except BackendError as failure:
-            self._fail(lane, failure)
+            self._fail(lane, failure, suspect=True)
             return
         self._count(sampled=1)
         reason = lane.say(token, self._clock())

@@ -10,8 +10,11 @@ happens on the engine's own (`worker`).
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +25,7 @@ from orchestrator.engine.opening import Choices, Opened, Progress, open_model
 from orchestrator.engine.request import Request, Sampling, TemplateArguments
 from orchestrator.engine.stream import Stream
 from orchestrator.engine.worker import Worker
+from orchestrator.errors import EngineClosed
 from orchestrator.pool.checkpoint import Kind
 from orchestrator.runtime.protocol import MemoryKind, Runtime
 from orchestrator.text.codec import ChatCodec, Prompt
@@ -65,8 +69,11 @@ class Engine:
     def __init__(self, worker: Worker, opened: Callable[[], Opened]) -> None:
         self._worker = worker
         self._core = worker.start()
+        self._encoding = threading.Lock()  # held while the vocabulary is read, and to free it
+        self._closing = weakref.finalize(self, worker.close)
         ready = opened()
         self.model = _info(ready)
+        self.notes = ready.notes
         self._sampling = ready.sampling
         self._codec = ChatCodec(ready.runtime.tokenizer, ready.template)
 
@@ -161,7 +168,7 @@ class Engine:
         `conversation` names the chat this is a turn of, where the prefix alone would not tell.
         Raises `RequestError` for what is wrong with the request; nothing was queued then.
         """
-        prompt = self._codec.encode(messages, tools=tools, arguments=template_arguments)
+        prompt = self.encode(messages, tools=tools, template_arguments=template_arguments)
         request = Request(
             tokens=prompt.tokens,
             turn=prompt.turn,
@@ -183,8 +190,10 @@ class Engine:
         use_cache: bool = True,
     ) -> Stream:
         """Return the stream of a continuation of raw text, without a template."""
+        with self._open_vocabulary():
+            tokens = self._codec.complete(prompt).tokens
         request = Request(
-            tokens=self._codec.complete(prompt).tokens,
+            tokens=tokens,
             sampling=sampling or self._sampling,
             max_tokens=max_tokens,
             stop=tuple(stop),
@@ -192,9 +201,23 @@ class Engine:
         )
         return self.generate(request)
 
-    def encode(self, messages: Messages, *, tools: Messages | None = None) -> Prompt:
+    def encode(
+        self,
+        messages: Messages,
+        *,
+        tools: Messages | None = None,
+        template_arguments: TemplateArguments | None = None,
+    ) -> Prompt:
         """Return the prompt that `chat` would send, as tokens and text."""
-        return self._codec.encode(messages, tools=tools)
+        with self._open_vocabulary():
+            return self._codec.encode(messages, tools=tools, arguments=template_arguments)
+
+    @contextmanager
+    def _open_vocabulary(self) -> Iterator[None]:
+        with self._encoding:
+            if self._worker.is_closed:
+                raise EngineClosed("the engine is closed; open a new one")
+            yield
 
     def generate(self, request: Request, *, opens_reasoning: bool = False) -> Stream:
         """Return the stream of a request that is already in tokens."""
@@ -204,6 +227,10 @@ class Engine:
         self._worker.post(lambda core: core.enqueue(ticket))
         return stream
 
+    def unknown_arguments(self, arguments: TemplateArguments) -> list[str]:
+        """Return the names in `arguments` that the chat template never reads."""
+        return [name for name in arguments if name not in self._codec.template.variables]
+
     # ---- the engine itself --------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
@@ -212,7 +239,8 @@ class Engine:
 
     def close(self) -> None:
         """End what runs with `EngineClosed` and free the model; closing twice is harmless."""
-        self._worker.close()
+        with self._encoding:
+            self._closing()
 
     def __enter__(self) -> Engine:
         return self

@@ -46,10 +46,11 @@ class Ticket:
 
 @dataclass(slots=True)
 class _Watch:
-    """Seconds on the engine's clock."""
+    """Seconds on the engine's clock: `first` for the first token, `shown` for the first text."""
 
     admitted: float
     first: float | None = None
+    shown: float | None = None
     prefill: float = 0.0
 
 
@@ -149,9 +150,7 @@ class Lane:
             self._watch.first = now
         if self._tokenizer.is_end(token):
             return "stop"
-        text = self._reply.add(token)
-        if text:
-            self._tell(Text(text))
+        self._show(self._reply.add(token), now)
         if self._reply.stopped:
             return "stop"
         most = self.ticket.request.max_tokens
@@ -161,9 +160,7 @@ class Lane:
 
     def finish(self, reason: FinishReason, now: float) -> Outcome:
         """Close the reply: tell the text held back and return the outcome."""
-        rest = self._reply.close()
-        if rest:
-            self._tell(Text(rest))
+        self._show(self._reply.close(), now)
         if reason == "length" and self._reply.stopped:  # the held text ended in a stop string
             reason = "stop"
         return Outcome(
@@ -173,6 +170,11 @@ class Lane:
             usage=self._usage(),
             timings=self._timings(now),
         )
+
+    def _show(self, text: str, now: float) -> None:
+        if text:
+            self._watch.shown = now if self._watch.shown is None else self._watch.shown
+            self._tell(Text(text))
 
     def _tell(self, event: Event) -> None:
         self.ticket.listener(event)
@@ -188,10 +190,10 @@ class Lane:
         )
 
     def _timings(self, now: float) -> Timings:
-        first, begun = self._watch.first, self.ticket.submitted
+        first, shown, begun = self._watch.first, self._watch.shown, self.ticket.submitted
         return Timings(
             queued=self._watch.admitted - begun,
-            time_to_first_token=None if first is None else first - begun,
+            time_to_first_token=None if shown is None else shown - begun,
             prefill=self._watch.prefill,
             decode=0.0 if first is None else now - first,
             total=now - begun,

@@ -52,7 +52,10 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A runtime and all that goes with it. `exact`: replies do not depend on batching."""
+    """A runtime and all that goes with it.
+
+    `exact`: replies do not depend on how prompts are cut. `notes` are for a person.
+    """
 
     runtime: Runtime
     template: ChatTemplate
@@ -60,6 +63,7 @@ class Opened:
     sampling: Sampling
     name: str = ""
     exact: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def open_model(model: str | Path | ModelSpec, choices: Choices, on_progress: Progress) -> Opened:
@@ -79,7 +83,8 @@ def open_model(model: str | Path | ModelSpec, choices: Choices, on_progress: Pro
     except BaseException:
         runtime.close()
         raise
-    return Opened(runtime, template, options, sampling, spec.name, kernels.exact)
+    notes = _notes(runtime, template)
+    return Opened(runtime, template, options, sampling, spec.name, kernels.exact, notes)
 
 
 def _spec(model: str | Path) -> ModelSpec:
@@ -131,6 +136,22 @@ def _template(runtime: Runtime, file: Path | None) -> ChatTemplate:
     if source is None:
         return ChatTemplate.fallback(bos_text=bos, eos_text=eos)
     return ChatTemplate(source, bos_text=bos, eos_text=eos, name="the model's chat template")
+
+
+def _notes(runtime: Runtime, template: ChatTemplate) -> tuple[str, ...]:
+    """Return what a user should know of how the model was opened."""
+    notes = []
+    n_context, trained = runtime.limits.n_context, runtime.model.n_context_train
+    if template.is_fallback:
+        notes.append(
+            "the model brings no chat template: ChatML is used; --chat-template FILE names one"
+        )
+    if 0 < trained < n_context:
+        notes.append(
+            f"the context of {n_context:,} tokens is longer than the {trained:,} the model was "
+            "trained on: expect worse replies beyond that"
+        )
+    return tuple(notes)
 
 
 def available_memory() -> int:

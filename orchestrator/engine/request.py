@@ -66,7 +66,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds, measured from submission: queueing is included in the time to first token."""
+    """Seconds. `time_to_first_token` is first text minus submission, queueing included; None
+    where no text came. `decode` is what follows the first token.
+    """
 
     queued: float
     time_to_first_token: float | None

@@ -34,6 +34,11 @@ class Worker:
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="orchestrator-engine", daemon=True)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more work is taken."""
+        return self._is_closed
+
     def start(self) -> Core:
         """Start the thread; return its core once it is open, or raise what stopped it."""
         self._thread.start()

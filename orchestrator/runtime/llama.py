@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ def _memory_kind(model: Any) -> MemoryKind:
 
 
 def _new_context(model: Any, settings: Settings, n_context: int, n_sequences: int) -> Any:
-    threads = settings.threads or len(os.sched_getaffinity(0))
+    threads = settings.threads or _n_cores()
     parameters = api.llama_context_default_params()
     parameters.n_ctx = n_context
     parameters.n_batch = max(settings.n_batch, n_sequences)
@@ -148,6 +149,13 @@ def _new_context(model: Any, settings: Settings, n_context: int, n_sequences: in
             f"sequences: {library.last_complaint()}; lower --ctx"
         )
     return context
+
+
+def _n_cores() -> int:
+    """Return the cores this process may use; more threads than that is catastrophically slow."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +397,7 @@ class LlamaRuntime:
     def close(self) -> None:
         """See `Runtime.close`."""
         if self._context is not None:
+            self.tokenizer.close()
             self._memory.close()
             api.llama_free(self._context)
             api.llama_model_free(self._model)

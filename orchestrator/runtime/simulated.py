@@ -345,6 +345,14 @@ class FailingRuntime(SimulatedRuntime):
     """A simulated runtime whose next calls can be told to fail, for tests of recovery."""
 
     fails_next: BackendError | None = None
+    fails_next_copy: BackendError | None = None
+
+    def copy(self, source: int, target: int, length: int | None = None) -> None:
+        """Fail once if told to, else copy."""
+        failure, self.fails_next_copy = self.fails_next_copy, None
+        if failure is not None:
+            raise failure
+        super().copy(source, target, length)
 
     def decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """Fail once if told to, leaving states behind that must not be trusted; else decode."""

@@ -10,7 +10,7 @@ import ctypes
 import functools
 from typing import Any
 
-from orchestrator.errors import BackendError, InvalidArgument
+from orchestrator.errors import BackendError, EngineClosed, InvalidArgument
 from orchestrator.runtime.library import api
 
 _SPECIAL = 1 << 3 | 1 << 4  # LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_USER_DEFINED
@@ -30,14 +30,24 @@ class Vocabulary:
     def _token_or_none(self, token: int) -> int | None:
         return token if 0 <= token < self.n_vocab else None
 
+    def close(self) -> None:
+        """Note that the model is gone; what was read of it until now stays known."""
+        self._vocab = None
+
+    def _open(self) -> Any:
+        if self._vocab is None:
+            raise EngineClosed("the model was closed; open it again")
+        return self._vocab
+
     def encode(self, text: str, *, special: bool) -> list[int]:
         """See `Tokenizer.encode`. Text that is not valid Unicode is encoded with ``?``."""
+        vocab = self._open()
         if not text:
             return []
         data = text.encode("utf-8", "replace")
         n_most = len(data) + 8
         tokens = (api.llama_token * n_most)()
-        count = api.llama_tokenize(self._vocab, data, len(data), tokens, n_most, False, special)
+        count = api.llama_tokenize(vocab, data, len(data), tokens, n_most, False, special)
         if count < 0:
             raise BackendError(f"llama.cpp could not tokenize {len(data):,} bytes of text")
         return list(tokens[:count])
@@ -58,7 +68,7 @@ class Vocabulary:
         special = (
             token
             for token in range(self.n_vocab)
-            if api.llama_vocab_get_attr(self._vocab, token) & _SPECIAL
+            if api.llama_vocab_get_attr(self._open(), token) & _SPECIAL
         )
         return tuple(filter(None, map(self.token_text, special)))
 
@@ -69,7 +79,7 @@ class Vocabulary:
     def is_end(self, token: int) -> bool:
         """See `Tokenizer.is_end`."""
         self._check(token)
-        return bool(api.llama_vocab_is_eog(self._vocab, token))
+        return bool(api.llama_vocab_is_eog(self._open(), token))
 
     def _check(self, token: int) -> None:
         if not 0 <= token < self.n_vocab:
@@ -80,7 +90,7 @@ class Vocabulary:
         n_most = 64
         while True:
             buffer = ctypes.create_string_buffer(n_most)
-            count = api.llama_token_to_piece(self._vocab, token, buffer, n_most, 0, special)
+            count = api.llama_token_to_piece(self._open(), token, buffer, n_most, 0, special)
             if count >= 0:
                 return buffer.raw[:count]
             n_most = -count
