@@ -44,11 +44,6 @@ class ModelSpec:
     template: Path | None = None
     sampling: Mapping[str, int | float] = field(default_factory=dict)
 
-    @property
-    def source(self) -> str | Path:
-        """What an engine is opened with: the built-in's name or the file's path."""
-        return self.builtin if self.path is None and self.builtin else self.path or self.name
-
 
 DEMO = ModelSpec("demo", builtin="demo")
 

@@ -19,6 +19,7 @@ from fake_engine import FakeEngine, FakeStream
 
 from orchestrator.cli.main import main
 from orchestrator.cli.opening import Opening, Progress
+from orchestrator.config import DEMO, ModelSpec
 from orchestrator.engine.request import Sampling
 from orchestrator.errors import ModelFileError, PromptTooLong
 
@@ -140,7 +141,9 @@ def test_every_option_reaches_the_engine(cli: Cli) -> None:
         '--max-tokens 9 --stop A --stop B --template-arg think=false --template-arg n={"a":[1]}'
     )
     engine = cli(*line.split()).engine
-    assert engine.openings == [Opening(Path("x/y.gguf"), 512, 2, 0, Path("t.jinja"), 0)]
+    assert engine.openings == [
+        Opening(ModelSpec("y", path=Path("x/y.gguf")), 512, 2, 0, Path("t.jinja"), 0)
+    ]
     asked = engine.asked[0]
     assert asked.sampling == Sampling(0, 3, 0.5, 0.1, 1.1, seed=7)
     assert (asked.max_tokens, asked.stop, asked.use_cache) == (9, ("A", "B"), False)
@@ -149,7 +152,7 @@ def test_every_option_reaches_the_engine(cli: Cli) -> None:
 
 def test_without_options_the_choices_are_left_to_the_engine(cli: Cli) -> None:
     engine = cli("hi").engine
-    assert engine.openings == [Opening("demo")]
+    assert engine.openings == [Opening(DEMO)]
     assert engine.asked[0].sampling is None
     assert engine.asked[0].use_cache
 
@@ -160,7 +163,9 @@ def test_a_model_of_the_file_is_opened_as_the_file_says_unless_told_otherwise(cl
         "sampling = { temperature = 0.5, top_k = 9 }\n"
     )
     engine = cli("hi", "-m", "big", "--ctx", "50", "--temperature", "0").engine
-    assert engine.openings == [Opening(Path.cwd() / "big.gguf", ctx=50, threads=3)]
+    sampling = {"temperature": 0.5, "top_k": 9}
+    big = ModelSpec("big", path=Path("big.gguf").absolute(), ctx=100, threads=3, sampling=sampling)
+    assert engine.openings == [Opening(big, ctx=50)]
     assert engine.asked[0].sampling == Sampling(temperature=0, top_k=9)
 
 

@@ -26,7 +26,7 @@ def test_the_file_of_this_project_names_the_demo_as_its_default() -> None:
 
 
 def test_without_a_file_the_demo_is_known() -> None:
-    assert resolve("demo", load(None)).source == "demo"
+    assert resolve("demo", load(None)).builtin == "demo"
 
 
 def test_every_key_of_a_model_is_read_and_paths_are_relative_to_the_file(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None
 def test_a_path_is_a_model_whether_or_not_it_exists(tmp_path: Path) -> None:
     # Whoever opens it says what is wrong with it, and knows more about it.
     assert resolve("nowhere/granite.gguf", Config()).path == Path("nowhere/granite.gguf")
-    assert resolve(tmp_path, Config()).source == tmp_path
+    assert resolve(tmp_path, Config()).path == tmp_path
 
 
 def test_a_word_that_is_neither_name_nor_file_lists_the_names() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -26,9 +26,6 @@ from orchestrator.engine.request import Sampling
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repeat_penalty", "seed")
 PROGRESS_INTERVAL = 2.0
 """Seconds between two lines about progress where there is no terminal to count on."""
-
-Value = TypeVar("Value")
-
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 COUNT = click.IntRange(min=1)
@@ -60,13 +57,13 @@ class Options:
     config: Path | None
 
     def opening(self, spec: ModelSpec) -> Opening:
-        """Return how the model is opened: an option given here wins over the file."""
+        """Return how the model is opened; the engine lets an option win over the file."""
         return Opening(
             model=spec,
-            ctx=_first(self.ctx, spec.ctx),
-            threads=_first(self.threads, spec.threads),
-            gpu_layers=_first(self.gpu_layers, spec.gpu_layers),
-            chat_template=_first(self.chat_template, spec.template),
+            ctx=self.ctx,
+            threads=self.threads,
+            gpu_layers=self.gpu_layers,
+            chat_template=self.chat_template,
             checkpoints=0 if self.no_cache else None,
         )
 
@@ -86,10 +83,6 @@ class Options:
         chosen: dict[str, Any] = dict(of_model)
         chosen |= {name: value for name, value in given.items() if value is not None}
         return Sampling(**chosen) if chosen else None
-
-
-def _first(*values: Value | None) -> Value | None:
-    return next((value for value in values if value is not None), None)
 
 
 def _utf8(text: str) -> str:

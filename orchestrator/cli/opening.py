@@ -81,7 +81,7 @@ class ChatEngine(Protocol):
 class Opening:
     """How a model is to be opened. None leaves the choice to the engine; `checkpoints` 0 is off."""
 
-    model: str | Path | ModelSpec
+    model: ModelSpec
     ctx: int | None = None
     threads: int | None = None
     gpu_layers: int | None = None
