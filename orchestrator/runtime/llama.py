@@ -45,6 +45,8 @@ _STATE_FUNCTIONS = (
 _WHOLE = 0  # llama_state_seq_flags
 _STATE_ONLY = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _FLASH_ATTENTION = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED
+_N_BATCH_MOST, _N_BATCH_STEP = 512, 64
+_RATE_PER_THREAD = 2e10  # operations per second of one core on quantised weights, roughly
 _CELL_STEP = 256  # llama.cpp rounds the pool up to a multiple of this
 
 
@@ -54,7 +56,7 @@ class Settings:
 
     `n_context` tokens per request; `n_sequences` fixed, or as many as `state_budget` bytes of
     recurrent state allow, within `n_sequences_least` and `_most`; `n_batch` tokens per decode
-    call and `n_ubatch` per pass over the weights; `type_k` and `type_v` are ggml type numbers;
+    call, None for about a second's worth; `n_ubatch` per pass over the weights; `type_k` and `type_v` are ggml type numbers;
     `repack` lays weights out anew for faster kernels.
     """
 
@@ -65,7 +67,7 @@ class Settings:
     state_budget: int = 1 << 30
     threads: int | None = None
     gpu_layers: int | None = None
-    n_batch: int = 512
+    n_batch: int | None = None
     n_ubatch: int = 512
     type_k: int = 1
     type_v: int = 1
@@ -131,9 +133,10 @@ def _memory_kind(model: Any) -> MemoryKind:
 
 def _new_context(model: Any, settings: Settings, n_context: int, n_sequences: int) -> Any:
     threads = settings.threads or _n_cores()
+    n_batch = settings.n_batch or _fit_batch(model, settings, threads)
     parameters = api.llama_context_default_params()
     parameters.n_ctx = n_context
-    parameters.n_batch = max(settings.n_batch, n_sequences)
+    parameters.n_batch = max(n_batch, n_sequences)
     parameters.n_ubatch = min(settings.n_ubatch, parameters.n_batch)
     parameters.n_seq_max = n_sequences
     parameters.n_outputs_max = n_sequences
@@ -149,6 +152,19 @@ def _new_context(model: Any, settings: Settings, n_context: int, n_sequences: in
             f"sequences: {library.last_complaint()}; lower --ctx"
         )
     return context
+
+
+def _fit_batch(model: Any, settings: Settings, threads: int) -> int:
+    """Return how many tokens a CPU reads in about a second, in steps of 64, 64 to 512.
+
+    A decode call is never broken off, so this is how long Ctrl-C or a cancelled request may have
+    to wait. It is computed from the size of the model, two operations per parameter and token,
+    and not measured, because where a prompt is cut can show in a reply's last bits.
+    """
+    if library.can_offload() and settings.gpu_layers != 0:
+        return _N_BATCH_MOST
+    rate = _RATE_PER_THREAD * threads / (2 * max(1, api.llama_model_n_params(model)))
+    return int(min(max(rate // _N_BATCH_STEP, 1) * _N_BATCH_STEP, _N_BATCH_MOST))
 
 
 def _n_cores() -> int:
