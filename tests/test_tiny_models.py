@@ -125,8 +125,8 @@ def test_two_builds_are_equal(tmp_path: Path) -> None:
 
 
 def test_two_processes_may_build_the_same_model_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "tiny-models"), "jamba"]
-    environment = {**os.environ, "ORCHESTRATOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "tests" / "tiny_models.py"), "jamba"]
+    environment = {**os.environ, "ORCHESTRATOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     both = [subprocess.Popen(command, env=environment) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
     built = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -164,7 +164,7 @@ def test_the_template_shows_tools_and_calls() -> None:
 
 
 def test_the_script_builds_what_is_named() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "tiny-models")]
+    command = [sys.executable, str(ROOT / "tests" / "tiny_models.py")]
     result = subprocess.run([*command, "llama"], capture_output=True, text=True, check=True)
     assert Path(result.stdout.strip()) == build("llama")
     wrong = subprocess.run([*command, "lama"], capture_output=True, text=True, check=False)
