@@ -45,7 +45,12 @@ class ModelSpec:
     sampling: Mapping[str, int | float] = field(default_factory=dict)
 
 
-DEMO = ModelSpec("demo", builtin="demo")
+DEMO = ModelSpec(
+    "demo",
+    builtin="demo",
+    # A small model wanders off at the usual temperature and repeats itself at none.
+    sampling={"temperature": 0.2, "repeat_penalty": 1.1},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +170,8 @@ class _Reader:
 def _config(document: Table, file: Path) -> Config:
     top = _Reader(file, "", document)
     top.check_keys(("version", "default", "models"))
+    if "version" not in document:
+        raise top.error(f'version is missing; put "version = {VERSION}" at the top')
     if top.integer("version", low=1) != VERSION:
         raise top.error(f"version is {document.get('version')!r}, expected {VERSION}")
     tables = top.inner("models")
@@ -197,7 +204,7 @@ def _model(name: str, reader: _Reader) -> ModelSpec:
         threads=reader.integer("threads", low=1),
         gpu_layers=reader.integer("gpu_layers", low=-1),
         template=reader.path("template"),
-        sampling=_sampling(reader.inner("sampling")),
+        sampling={**(DEMO.sampling if builtin else {}), **_sampling(reader.inner("sampling"))},
     )
 
 

@@ -40,8 +40,8 @@ class PromptTooLong(RequestError):
 
     def __init__(self, n_prompt: int, n_context: int) -> None:
         super().__init__(
-            f"the prompt has {n_prompt:,} tokens, the context holds {n_context:,} per request; "
-            "shorten the prompt or raise the context with --ctx (ctx= in Python)"
+            f"the prompt has {n_prompt:,} tokens, the context holds {n_context:,}; "
+            "shorten the prompt or open the model with a larger context (ctx, --ctx)"
         )
         self.n_prompt = n_prompt
         self.n_context = n_context

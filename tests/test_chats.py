@@ -89,7 +89,7 @@ def chat(model: str, template: str, count: DecodeCount, max_tokens: int) -> None
         pair = Pair(warm, cold, count)
         for question in QUESTIONS:
             pair.turn(question, max_tokens)
-        assert warm.stats().counters.resets == 0
+        assert warm.stats().counters.recoveries == 0
 
 
 @pytest.mark.models
@@ -123,7 +123,7 @@ def test_thirty_turns_never_run_out_of_sequences_or_cells(model: str) -> None:
             input_end = engine.encode(messages).turn
             messages.append({"role": "assistant", "content": outcome.text})
         stats = engine.stats()
-        assert stats.counters.resets == 0
+        assert stats.counters.recoveries == 0
         assert stats.occupancy.sequences_used <= stats.occupancy.sequences_total
 
 

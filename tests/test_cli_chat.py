@@ -153,7 +153,7 @@ def test_every_option_reaches_the_engine(cli: Cli) -> None:
 def test_without_options_the_choices_are_left_to_the_engine(cli: Cli) -> None:
     engine = cli("hi").engine
     assert engine.openings == [Opening(DEMO)]
-    assert engine.asked[0].sampling is None
+    assert engine.asked[0].sampling == Sampling(temperature=0.2, repeat_penalty=1.1)  # the demo's
     assert engine.asked[0].use_cache
 
 

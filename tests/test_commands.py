@@ -80,7 +80,7 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers() -> None
     model = tiny_models.build("lfm2")
     ended = run("chat", "word " * 200, "-m", model, "--ctx", "256")
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert "the context holds 256 per request" in ended.stderr
+    assert "the context holds 256;" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

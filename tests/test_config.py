@@ -140,3 +140,19 @@ def test_the_sampling_keys_are_those_of_the_engine(tmp_path: Path) -> None:
     table = ", ".join(f"{key} = 1" for key in sorted(keys))
     file = written(tmp_path, f'[models.a]\npath = "a"\nsampling = {{ {table} }}\n')
     assert set(resolve("a", load(file)).sampling) == keys
+
+
+def test_the_demo_of_a_file_keeps_its_own_sampling_where_the_file_is_silent(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(
+        'version = 1\n[models.demo]\nbuiltin = "demo"\nsampling = { temperature = 0.9 }\n'
+    )
+    sampling = resolve("demo", load(file)).sampling
+    assert sampling == {**DEMO.sampling, "temperature": 0.9}
+
+
+def test_a_missing_version_is_said_to_be_missing(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text('default = "demo"\n')
+    with pytest.raises(ConfigError, match="version is missing"):
+        load(file)

@@ -249,3 +249,12 @@ def test_lines_of_reasoning_keep_their_ends() -> None:
         dim.feed(piece)
     dim.finish()
     assert _STYLES.sub("", file.getvalue()) == "one\n\ntwo\nthree\n\n"
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 10**9])
+def test_a_word_longer_than_a_line_is_parted_where_the_line_is_full(pieces: int) -> None:
+    url = "https://example.org/" + "x" * 150
+    lines = _STYLES.sub("", rendered(f"see {url} there", pieces=pieces)).strip().splitlines()
+    assert "".join(lines).replace(" ", "") == f"see{url}there"
+    assert [len(line) for line in lines[1:3]] == [60, 60]
+    assert all(len(line) <= 60 for line in lines)

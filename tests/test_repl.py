@@ -190,7 +190,9 @@ def test_a_message_may_begin_with_a_slash(typed: str, sent: str) -> None:
 def test_an_error_of_a_request_is_told_and_the_chat_stays_as_it_was() -> None:
     engine = FakeEngine(streams=[FakeStream([], error=PromptTooLong(9001, 8192))])
     ended = talk("long", "short", engine=engine)
-    assert "error: the prompt has 9,001 tokens, the context holds 8,192" in ended.screen
+    assert "9,001 tokens, the context holds 8,192; /undo or /reset" in " ".join(
+        ended.screen.split()
+    )
     assert ended.said == [("short", "echo short")]
 
 

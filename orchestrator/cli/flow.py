@@ -50,17 +50,21 @@ class Flow:
         self.console.print(soft_wrap=True)
 
     def _take(self, piece: Piece) -> None:
-        atom = piece[0]
+        atom, style = piece
         if atom.isspace():
             self._put_word()
             self._space += atom.expandtabs(4)
             return
         if _is_wide(atom):  # such text has no spaces and may be parted anywhere
             self._put_word()
-        self._word.append(piece)
-        self._length += cell_len(atom)
-        if self._length >= self._width - self.indent:
-            self._put_word()
+        room = self._width - self.indent
+        while atom:  # a word longer than a line is parted where the line is full
+            free = room - self._length
+            self._word.append((atom[:free], style))
+            self._length += cell_len(atom[:free])
+            atom = atom[free:]
+            if self._length >= room:
+                self._put_word()
 
     def _put_word(self) -> None:
         if not self._word:

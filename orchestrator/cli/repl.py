@@ -25,7 +25,7 @@ from orchestrator.cli.opening import ChatEngine
 from orchestrator.cli.render import clean, print_dim, terminal_view
 from orchestrator.cli.reply import follow
 from orchestrator.cli.report import figures, outcome_line, timings_line
-from orchestrator.errors import OrchestratorError, RequestError
+from orchestrator.errors import OrchestratorError, PromptTooLong, RequestError
 
 _COMMAND = re.compile(r"/([A-Za-z?]*)(?:\s+(.*))?$", re.DOTALL)
 """A slash and a word: ``/etc/hosts is gone`` is a message."""
@@ -92,6 +92,12 @@ class Repl:
             return
         try:
             self._act(line)
+        except PromptTooLong as full:
+            self._complain(
+                f"the conversation would have {full.n_prompt:,} tokens, the context holds "
+                f"{full.n_context:,}; /undo or /reset makes room, or /save FILE and start again "
+                "with a larger --ctx"
+            )
         except OrchestratorError as error:
             self._complain(str(error))
         except KeyboardInterrupt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -83,11 +84,13 @@ def _rows(value: Any, indent: str = "") -> list[tuple[str, str]]:
         if is_dataclass(held):
             rows += [(name, ""), *_rows(held, indent + "  ")]
         else:
-            rows.append((name, _shown(held)))
+            rows.append((name, _shown(held, in_bytes=each.name.endswith("_bytes"))))
     return rows
 
 
-def _shown(value: object) -> str:
+def _shown(value: object, *, in_bytes: bool = False) -> str:
+    if in_bytes and isinstance(value, int):
+        return decimal(value)
     if isinstance(value, bytes):
         return value.hex()[:16]
     if isinstance(value, dict):

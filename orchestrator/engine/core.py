@@ -48,7 +48,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Totals since the engine was opened, in tokens where not said otherwise."""
+    """Totals since the engine was opened: requests, tokens, checkpoints, and how often every
+    state had to be dropped after a failed decode.
+    """
 
     requests: int = 0
     prefilled: int = 0
@@ -56,7 +58,7 @@ class Counters:
     sampled: int = 0
     kept_checkpoints: int = 0
     evicted_checkpoints: int = 0
-    resets: int = 0
+    recoveries: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class Core:
         log.error("all states are dropped: %s", error)
         self._memory.reset()
         self._pool = self._new_pool()
-        self._count(resets=1)
+        self._count(recoveries=1)
         self._end_lanes(error)
 
     def end_all(self, error: OrchestratorError) -> None:

@@ -18,7 +18,7 @@ from orchestrator.engine.exactness import exact_where_free
 from orchestrator.errors import ConfigError, InvalidArgument
 from orchestrator.models.demo import ensure_demo
 from orchestrator.models.inspect import ModelFile, inspect
-from orchestrator.runtime.llama import Settings, open_llama
+from orchestrator.runtime.llama import Settings, n_cores, open_llama
 from orchestrator.runtime.protocol import Runtime, Sampling
 from orchestrator.text.template import ChatTemplate
 
@@ -45,6 +45,11 @@ class Choices:
     def __post_init__(self) -> None:
         _at_least("ctx", self.ctx, 1)
         _at_least("threads", self.threads, 1)
+        if self.threads is not None and self.threads > n_cores():
+            raise InvalidArgument(
+                f"threads is {self.threads}, this process may use {n_cores()} cores; "
+                "more threads than cores are many times slower, not faster"
+            )
         _at_least("gpu_layers", self.gpu_layers, -1)
         _at_least("checkpoints", self.checkpoints, 0)
         _at_least("history", self.history, 0)
@@ -131,11 +136,18 @@ def _template(runtime: Runtime, file: Path | None) -> ChatTemplate:
     bos = "" if tokenizer.bos is None else tokenizer.token_text(tokenizer.bos)
     eos = "" if tokenizer.eos is None else tokenizer.token_text(tokenizer.eos)
     if file is not None:
-        return ChatTemplate.from_file(file, bos_text=bos, eos_text=eos)
+        return _reading(ChatTemplate.from_file(file, bos_text=bos, eos_text=eos))
     source = runtime.model.chat_template
     if source is None:
         return ChatTemplate.fallback(bos_text=bos, eos_text=eos)
     return ChatTemplate(source, bos_text=bos, eos_text=eos, name="the model's chat template")
+
+
+def _reading(template: ChatTemplate) -> ChatTemplate:
+    """Refuse a file that is no chat template, though it may be valid Jinja."""
+    if "messages" not in template.variables:
+        raise ConfigError(f'"{template.name}" is no chat template: it never reads the messages')
+    return template
 
 
 def _notes(runtime: Runtime, template: ChatTemplate) -> tuple[str, ...]:

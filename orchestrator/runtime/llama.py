@@ -56,8 +56,8 @@ class Settings:
 
     `n_context` tokens per request; `n_sequences` fixed, or as many as `state_budget` bytes of
     recurrent state allow, within `n_sequences_least` and `_most`; `n_batch` tokens per decode
-    call, None for about a second's worth; `n_ubatch` per pass over the weights; `type_k` and `type_v` are ggml type numbers;
-    `repack` lays weights out anew for faster kernels.
+    call, None for about a second's worth; `n_ubatch` per pass over the weights; `type_k` and
+    `type_v` are ggml type numbers; `repack` lays weights out anew for faster kernels.
     """
 
     n_context: int = 4096
@@ -132,7 +132,7 @@ def _memory_kind(model: Any) -> MemoryKind:
 
 
 def _new_context(model: Any, settings: Settings, n_context: int, n_sequences: int) -> Any:
-    threads = settings.threads or _n_cores()
+    threads = settings.threads or n_cores()
     n_batch = settings.n_batch or _fit_batch(model, settings, threads)
     parameters = api.llama_context_default_params()
     parameters.n_ctx = n_context
@@ -167,7 +167,7 @@ def _fit_batch(model: Any, settings: Settings, threads: int) -> int:
     return int(min(max(rate // _N_BATCH_STEP, 1) * _N_BATCH_STEP, _N_BATCH_MOST))
 
 
-def _n_cores() -> int:
+def n_cores() -> int:
     """Return the cores this process may use; more threads than that is catastrophically slow."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
