@@ -21,6 +21,7 @@ from orchestrator.errors import (
 )
 from orchestrator.pool.placement import RESEND_GAP
 from orchestrator.runtime.protocol import MemoryKind
+from orchestrator.runtime.simulated import FailingRuntime
 
 HEAD = "You are a helpful assistant. " * 8
 OPENER = "<assistant>[think]\n"  # what the generation prompt adds and history drops
@@ -189,6 +190,13 @@ def test_without_cache_nothing_is_kept_and_nothing_reused() -> None:
     assert simulation.core.occupancy().sequences_used == 0
 
 
+def test_without_cache_nothing_is_reused_of_what_others_kept() -> None:
+    simulation = Simulation()
+    simulation.ask(request("x" * 40))
+    fresh = simulation.ask(request("x" * 40, use_cache=False))
+    assert (fresh.usage.cached_tokens, fresh.usage.seeded_from) == (0, None)
+
+
 def test_events_tell_progress_text_and_the_end_in_order() -> None:
     simulation = Simulation(n_batch=16)
     events: list[Event | OrchestratorError] = []
@@ -233,6 +241,7 @@ def test_a_cancelled_prefill_keeps_what_was_read(memory: MemoryKind) -> None:
     assert last.outcome.finish_reason == "cancelled"
     again = simulation.ask(asked)
     assert again.usage.cached_tokens == 48
+    assert again.usage.seeded_from == "partial"
     assert again.tokens == cold(asked, memory).tokens
 
 
@@ -290,6 +299,7 @@ def test_a_lane_that_fails_takes_only_its_own_checkpoints_with_it() -> None:
     simulation.check()
     assert isinstance(events[-1], BackendError)
     assert simulation.core.occupancy().checkpoints == kept
+    assert len(simulation.runtime.scrubbed) == 2  # the lane's sequence and the one it had kept
     assert simulation.ask(chat.turn("two")).usage.cached_tokens > 0
 
 
@@ -302,6 +312,25 @@ def test_a_request_that_cannot_be_seated_is_answered_and_not_lost() -> None:
     simulation.core.step()
     assert isinstance(events[-1], DecodeFailed)
     assert simulation.core.is_idle
+
+
+def test_a_runtime_that_does_not_hold_what_it_was_given_is_not_believed() -> None:
+    class Forgetful(FailingRuntime):
+        forgets = False
+
+        def length(self, sequence: int) -> int:
+            held = super().length(sequence)
+            return held - 1 if self.forgets and held else held
+
+    simulation = Simulation()
+    simulation.ask(request("x" * 40))
+    simulation.runtime.__class__ = Forgetful
+    simulation.runtime.forgets = True  # type: ignore[attr-defined]
+    _, events = start(simulation, request("x" * 50))
+    simulation.core.step()
+    assert isinstance(events[-1], DecodeFailed)
+    simulation.runtime.forgets = False  # type: ignore[attr-defined]
+    assert simulation.ask(request("x" * 50)).usage.cached_tokens == 0
 
 
 def test_a_lane_that_finds_no_cell_gives_way_and_the_others_go_on() -> None:

@@ -83,6 +83,7 @@ def test_a_request_out_of_range_is_refused_where_it_was_made(engine: Engine) -> 
         lambda: engine.chat([{"role": "wizard", "content": "x"}]),
         lambda: engine.complete("x", max_tokens=-1),
         lambda: engine.complete("x", stop=[""]),
+        lambda: engine.complete("x", stop="END"),
         lambda: engine.complete(""),
     ]
     for call in calls:
@@ -242,3 +243,15 @@ def test_the_time_to_first_token_counts_from_the_asking(engine: Engine) -> None:
     first = timings.time_to_first_token
     assert first is not None
     assert 0 <= timings.queued <= first <= timings.total
+
+
+def test_two_threads_that_wait_on_one_stream_both_come_back() -> None:
+    runtime = Paced(free=1)
+    with Engine.over(lambda: runtime) as engine:
+        stream = engine.complete("x", sampling=GREEDY, max_tokens=5)
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(stream.outcome) for _ in range(2)]
+            time.sleep(0.05)
+            runtime.go_on()
+            first, second = (future.result(WAIT) for future in waiting)
+    assert first == second

@@ -262,6 +262,74 @@ def test_a_resend_point_is_not_kept_at_the_price_of_a_chat_s_next_turn() -> None
     assert hands.kept() == {("turn", 11)}
 
 
+def test_a_use_that_took_little_of_a_checkpoint_does_not_keep_it() -> None:
+    hands = Hands(n_sequences=3, divisible=True)
+    for name in ("aaaaaaaaaa", "bbbbbbbbbb"):
+        admission = hands.admit(name)
+        hands.fill(admission, 10)
+        hands.release(admission, name, "reply")
+    glance = hands.admit("aax")
+    assert seed_of(glance) == ("reply", 2)
+    hands.release(glance, "aa", None)
+    hands.admit("cc")
+    hands.admit("dd")
+    assert {c.path for c in hands.pool.checkpoints} == {pack(b"bbbbbbbbbb")}
+
+
+def test_a_lane_that_takes_over_may_use_the_cells_it_cuts_off() -> None:
+    hands = Hands(n_sequences=1, n_cells=100, divisible=True)
+    first = hands.admit("x" * 90)
+    hands.fill(first, 90)
+    hands.release(first, "x" * 90, "reply")
+    second = hands.admit("x" * 10 + "y" * 90)
+    assert second.takes_over
+    hands.fill(second, 100)
+
+
+def test_what_a_point_kept_before_already_serves_is_not_kept_again() -> None:
+    hands = Hands()
+    cancelled = hands.admit("hello there")
+    hands.fill(cancelled, 5)
+    hands.release(cancelled, "hello", "partial")
+    admission = hands.admit("hellx", turn=4)
+    hands.fill(admission, 4)
+    assert hands.keep(admission, "hell", "turn") is not None
+    other = hands.admit("help", turn=3)
+    hands.fill(other, 3)
+    hands.release(other, "hel", "partial")
+    again = hands.pool.plan_keep(admission, pack(b"hello"), "turn")
+    assert again is None
+
+
+def test_history_is_one_budget_for_all_chats() -> None:
+    hands = Hands(n_sequences=14, history=2)
+    for round_ in range(1, 4):
+        for name in "ab":
+            hands.turn(f"chat {name} " + "more " * round_, conversation=name)
+    superseded = [c for c in hands.pool.checkpoints if not _is_of_last_turn(c)]
+    assert len(superseded) == 2
+
+
+def _is_of_last_turn(checkpoint: Checkpoint) -> bool:
+    return checkpoint.serial >= 4  # six turns, the last of each chat have serials 4 and 5
+
+
+def test_a_dropped_checkpoint_is_nobody_s_next_turn() -> None:
+    hands = Hands()
+    hands.turn("hello")
+    (turn,) = [c for c in hands.pool.checkpoints if c.kind == "turn"]
+    assert hands.pool.is_latest_turn(turn)
+    hands.evict((turn,))
+    assert not hands.pool.is_latest_turn(turn)
+
+
+def test_a_conversation_s_name_never_meets_a_number_of_the_pool_s_own() -> None:
+    hands = Hands(n_sequences=12)
+    hands.turn("unnamed chat")
+    hands.turn("another beginning", conversation="0")
+    assert ("turn", 12) in hands.kept()
+
+
 # ---- ending -------------------------------------------------------------------------------------
 
 

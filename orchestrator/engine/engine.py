@@ -25,7 +25,7 @@ from orchestrator.engine.opening import Choices, Opened, Progress, open_model
 from orchestrator.engine.request import Request, Sampling, TemplateArguments
 from orchestrator.engine.stream import Stream
 from orchestrator.engine.worker import Worker
-from orchestrator.errors import EngineClosed
+from orchestrator.errors import EngineClosed, InvalidArgument
 from orchestrator.pool.checkpoint import Kind
 from orchestrator.runtime.protocol import MemoryKind, Runtime
 from orchestrator.text.codec import ChatCodec, Prompt
@@ -174,7 +174,7 @@ class Engine:
             turn=prompt.turn,
             sampling=sampling or self._sampling,
             max_tokens=max_tokens,
-            stop=tuple(stop),
+            stop=_listed(stop),
             conversation=conversation,
             use_cache=use_cache,
         )
@@ -196,7 +196,7 @@ class Engine:
             tokens=tokens,
             sampling=sampling or self._sampling,
             max_tokens=max_tokens,
-            stop=tuple(stop),
+            stop=_listed(stop),
             use_cache=use_cache,
         )
         return self.generate(request)
@@ -268,3 +268,9 @@ def _info(opened: Opened) -> ModelInfo:
         cell_bytes=limits.cell_bytes,
         exact=opened.exact,
     )
+
+
+def _listed(stop: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(stop, str):
+        raise InvalidArgument(f"stop is the text {stop!r}; put it into a list")
+    return tuple(stop)

@@ -52,12 +52,16 @@ class Stream:
             raise StopIteration
         event = self._events.get()
         if isinstance(event, OrchestratorError):
-            self._ended = True
+            self._end(event)
             raise event
         if isinstance(event, Finished):
-            self._ended = True
             self._outcome = event.outcome
+            self._end(event)
         return event
+
+    def _end(self, last: Event | OrchestratorError) -> None:
+        self._ended = True
+        self._events.put(last)  # for whoever else waits on this stream in another thread
 
     def outcome(self) -> Outcome:
         """Wait for the end and return the outcome, or raise the request's error."""

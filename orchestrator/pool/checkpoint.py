@@ -20,6 +20,10 @@ partial  where a cancelled request stood
 """
 
 
+Conversation = str | int
+"""A chat's name as its caller gave it, or a number of the pool's own; the two never meet."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """One kept state; compared by identity.
@@ -32,7 +36,7 @@ class Checkpoint:
     path: bytes
     length: int
     kind: Kind
-    conversation: str
+    conversation: Conversation
     serial: int
 
 

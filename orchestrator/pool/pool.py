@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.errors import InvalidArgument
-from orchestrator.pool.checkpoint import Checkpoint, Kind, Stop
+from orchestrator.pool.checkpoint import Checkpoint, Conversation, Kind, Stop
 from orchestrator.pool.eviction import Standing, fewest, leaving_order
 from orchestrator.pool.index import PrefixIndex
 from orchestrator.pool.ledger import Ledger
@@ -47,7 +47,7 @@ class Admission:
     seed: Seed | None
     evicted: tuple[Checkpoint, ...]
     stops: tuple[Stop, ...]
-    conversation: str
+    conversation: Conversation
     serial: int
 
     @property
@@ -100,7 +100,7 @@ class Pool:
         self._index: PrefixIndex[Checkpoint] = PrefixIndex()
         self._ticks: dict[Checkpoint, int] = {}  # every checkpoint there is, by last use
         self._superseded: set[Checkpoint] = set()
-        self._latest: dict[str, Checkpoint] = {}
+        self._latest: dict[Conversation, Checkpoint] = {}
         self._clock = 0
         self._serial = 0
 
@@ -127,7 +127,12 @@ class Pool:
     # ---- admission ----------------------------------------------------------------------------
 
     def plan_admission(
-        self, prompt: bytes, *, turn: int = 0, conversation: str | None = None, cache: bool = True
+        self,
+        prompt: bytes,
+        *,
+        turn: int = 0,
+        conversation: Conversation | None = None,
+        cache: bool = True,
     ) -> Admission | None:
         """Return how a packed `prompt` gets a lane, None while there is no room for it.
 
@@ -141,7 +146,7 @@ class Pool:
             return None
         sequence, evicted = room
         if conversation is None:
-            conversation = seed.checkpoint.conversation if seed else f"~{self._serial}"
+            conversation = seed.checkpoint.conversation if seed else self._serial
         stops = place(n_prompt, turn, seeded, divisible=self._divisible) if cache else ()
         return Admission(sequence, seed, evicted, stops, conversation, self._serial)
 
@@ -281,7 +286,7 @@ class Pool:
         beyond = set(lasting[: max(0, len(lasting) - self._history)])
         return [c for c in self._ticks if c in beyond or (c in outdated and c not in lasting)]
 
-    def _outdated(self, conversation: str, serial: int) -> list[Checkpoint]:
+    def _outdated(self, conversation: Conversation, serial: int) -> list[Checkpoint]:
         """Return what earlier turns of a conversation keep."""
         return [c for c in self._ticks if c.conversation == conversation and c.serial < serial]
 

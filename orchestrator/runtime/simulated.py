@@ -346,6 +346,12 @@ class FailingRuntime(SimulatedRuntime):
 
     fails_next: BackendError | None = None
     fails_next_copy: BackendError | None = None
+    scrubbed: tuple[int, ...] = ()
+
+    def scrub(self, sequence: int) -> None:
+        """Scrub, and remember that it was no plain clearing."""
+        self.scrubbed += (sequence,)
+        super().scrub(sequence)
 
     def copy(self, source: int, target: int, length: int | None = None) -> None:
         """Fail once if told to, else copy."""
