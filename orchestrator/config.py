@@ -19,6 +19,7 @@ from pathlib import Path
 import platformdirs
 
 from orchestrator.errors import ConfigError
+from orchestrator.paths import expanded
 
 FILE_NAME = "models.toml"
 VERSION = 1
@@ -92,7 +93,7 @@ def resolve(wanted: str | Path | None, config: Config) -> ModelSpec:
         wanted = config.default
     if isinstance(wanted, str) and wanted in config.models:
         return config.models[wanted]
-    path = Path(wanted).expanduser()
+    path = expanded(wanted)
     if isinstance(wanted, Path) or _looks_like_path(wanted):
         return ModelSpec(name=path.stem or str(path), path=path)
     raise ConfigError(
@@ -104,7 +105,14 @@ def resolve(wanted: str | Path | None, config: Config) -> ModelSpec:
 def _looks_like_path(text: str) -> bool:
     separators = [os.sep, *filter(None, [os.altsep])]
     spelled = text.endswith(".gguf") or any(separator in text for separator in separators)
-    return spelled or Path(text).expanduser().exists()
+    return spelled or _exists(expanded(text))
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name too long to be one, or a folder that may not be searched
+        return False
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
@@ -144,7 +152,7 @@ class _Reader:
 
     def path(self, key: str) -> Path | None:
         text = self.text(key)
-        return None if text is None else self.file.parent / Path(text).expanduser()
+        return None if text is None else self.file.parent / expanded(text)
 
     def integer(self, key: str, low: int) -> int | None:
         value = self.table.get(key)

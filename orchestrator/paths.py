@@ -17,6 +17,14 @@ from orchestrator.errors import ConfigError
 CACHE_VARIABLE = "ORCHESTRATOR_CACHE_DIR"
 
 
+def expanded(path: str | Path) -> Path:
+    """Return `path` with ``~`` and ``~user`` replaced; raises `ConfigError` for an unknown user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f'"{path}" names the home of a user who does not exist here') from error
+
+
 def cache_dir() -> Path:
     """Return the cache directory, created if it was missing.
 
@@ -24,9 +32,7 @@ def cache_dir() -> Path:
     directory for ``orchestrator``. Raises `ConfigError` if it cannot be created or written.
     """
     named = os.environ.get(CACHE_VARIABLE)
-    folder = (
-        Path(named).expanduser() if named else Path(platformdirs.user_cache_dir("orchestrator"))
-    )
+    folder = expanded(named) if named else Path(platformdirs.user_cache_dir("orchestrator"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Only a write proves that a folder can be written: access(2) is wrong for root and on

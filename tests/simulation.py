@@ -11,7 +11,7 @@ from orchestrator.runtime.protocol import Limits, MemoryKind
 from orchestrator.runtime.simulated import Cost, FailingRuntime, ManualClock
 from orchestrator.text.bytes import ByteTokenizer
 
-KINDS: tuple[MemoryKind, ...] = ("hybrid", "recurrent", "attention")
+KINDS: tuple[MemoryKind, ...] = ("hybrid", "recurrent", "attention", "windowed")
 
 
 class Simulation:

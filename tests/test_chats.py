@@ -11,8 +11,8 @@ import tiny_models
 from real import DEMO, DecodeCount, open_engine
 
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.request import GREEDY, Outcome
-from orchestrator.errors import EngineClosed
+from orchestrator.engine.request import GREEDY, Outcome, Request
+from orchestrator.errors import EngineClosed, InvalidArgument
 
 N_TURNS = 10
 REUSE_SLACK = 8
@@ -182,3 +182,23 @@ def _encode_until_closed(engine: Engine) -> None:
     with contextlib.suppress(EngineClosed):
         while True:
             engine.encode([{"role": "user", "content": "hello " * 200}])
+
+
+@pytest.mark.models
+def test_an_edit_behind_a_sliding_window_is_answered_as_cold() -> None:
+    def tokens(count: int, seed: int) -> tuple[int, ...]:
+        return tuple((number * 7 + seed * 31) % 90 + 32 for number in range(count))
+
+    path = tiny_models.build("gemma3")
+    prompts = [tokens(60, 0), tokens(100, 1), tokens(100, 2), tokens(100, 1)[:30] + tokens(20, 9)]
+    with Engine.open(path, ctx=256) as warm, Engine.open(path, ctx=256, checkpoints=0) as cold:
+        for prompt in [*prompts, *prompts]:
+            asked = Request(prompt, sampling=GREEDY, max_tokens=4)
+            assert warm.generate(asked).outcome().tokens == cold.generate(asked).outcome().tokens
+        assert warm.stats().counters.recoveries == 0
+
+
+@pytest.mark.models
+def test_a_context_beyond_all_bounds_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="ctx"):
+        Engine.open(tiny_models.build("lfm2"), ctx=2**32 + 512)

@@ -100,9 +100,9 @@ def say(role: str, content: object = "x") -> dict[str, object]:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is damaged: not JSON"),
-        ('{"format": ', "is damaged: not JSON"),
-        ("[" * 100_000, "is damaged: not JSON"),
+        ("", "is no saved conversation: not JSON"),
+        ('{"format": ', "is no saved conversation: not JSON"),
+        ("[" * 100_000, "is no saved conversation: not JSON"),
         ("[1]", 'no "format"'),
         ("{}", 'no "format"'),
         (document([], version=9), "version is 9, expected 1"),
@@ -130,5 +130,28 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None
     with pytest.raises(ConversationError, match="cannot be read: No such file"):
         load(tmp_path / "talk.json")
     (tmp_path / "talk.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConversationError, match="damaged"):
+    with pytest.raises(ConversationError, match="no saved conversation"):
         load(tmp_path / "talk.json")
+
+
+@pytest.mark.parametrize(
+    "name", ["~nobody-of-this-name/a", "x" * 300, "loop", "/dev/zero", "/dev/full", "."]
+)
+def test_a_path_that_holds_nothing_is_refused_and_never_a_defect(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConversationError):
+        load(Path(name))
+    with pytest.raises(ConversationError):
+        save(Conversation(), Path(name))
+
+
+def test_half_a_character_smuggled_in_by_a_file_can_be_saved_again(tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    save(Conversation("", (Exchange("hi", "ho"),)), file)
+    file.write_text(file.read_text().replace("ho", "\\ud800"))
+    smuggled = load(file)
+    save(smuggled, tmp_path / "again.json")
+    assert load(tmp_path / "again.json") == smuggled

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 
 from orchestrator.engine.core import Options
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.request import GREEDY, Finished, Prefilling, Text
+from orchestrator.engine.request import GREEDY, Finished, Prefilling, Request, Sampling, Text
 from orchestrator.errors import (
     BackendError,
     ConfigError,
@@ -255,3 +260,154 @@ def test_two_threads_that_wait_on_one_stream_both_come_back() -> None:
             runtime.go_on()
             first, second = (future.result(WAIT) for future in waiting)
     assert first == second
+
+
+def odd_requests() -> list[Callable[[Engine], object]]:
+    """Return calls with values of the wrong kind, each to be refused in the caller's thread."""
+    fields: list[dict[str, Any]] = [
+        {"tokens": (1.0, 2.0)},
+        {"tokens": (float("nan"),)},
+        {"tokens": b"bytes"},
+        {"tokens": "text"},
+        {"tokens": {1: 2}},
+        {"tokens": {1, 2}},
+        {"tokens": ()},
+        {"tokens": (2**40,)},
+        {"tokens": (-1,)},
+        {"turn": 2.5},
+        {"turn": 3},
+        {"max_tokens": 2.5},
+        {"max_tokens": "5"},
+        {"max_tokens": float("nan")},
+        {"stop": "END"},
+        {"stop": (b"x",)},
+        {"sampling": {}},
+        {"sampling": 5},
+        {"conversation": ["x"]},
+    ]
+    calls: list[Callable[[Engine], object]] = [
+        lambda engine: engine.complete(None),  # type: ignore[arg-type]
+        lambda engine: engine.complete(b"x"),  # type: ignore[arg-type]
+        lambda engine: engine.chat(HELLO, sampling=5),  # type: ignore[arg-type]
+        lambda engine: engine.chat(HELLO, template_arguments=5),  # type: ignore[arg-type]
+        lambda engine: engine.chat(HELLO, conversation=[1]),  # type: ignore[arg-type]
+    ]
+    calls += [partial(_generate, {"tokens": (1, 2, 3), **field}) for field in fields]
+    return calls
+
+
+def _generate(fields: dict[str, Any], engine: Engine) -> object:
+    return engine.generate(Request(**fields))
+
+
+def test_values_of_the_wrong_kind_are_refused_at_once_and_disturb_nobody(engine: Engine) -> None:
+    running = engine.complete("x", sampling=GREEDY, max_tokens=300)
+    for call in odd_requests():
+        with pytest.raises(InvalidArgument):
+            call(engine)
+    assert len(running.outcome().tokens) == 300
+    assert engine.stats().counters.recoveries == 0
+
+
+@pytest.mark.parametrize("field", ["top_k", "repeat_last", "seed", "temperature"])
+def test_sampling_of_the_wrong_kind_is_refused(field: str) -> None:
+    wrong: dict[str, Any] = {field: "2"}
+    with pytest.raises(InvalidArgument, match=field):
+        Sampling(**wrong)
+    if field != "temperature":
+        with pytest.raises(InvalidArgument, match="whole number"):
+            Sampling(**wrong | {field: 2.5})
+
+
+def test_numbers_of_other_libraries_are_taken_for_what_they_are() -> None:
+    numbers: dict[str, Any] = {"turn": np.int64(1), "max_tokens": np.int32(4)}
+    asked = Request(tuple(np.array([1, 2, 3])), **numbers)
+    assert (asked.tokens, asked.turn, asked.max_tokens) == ((1, 2, 3), 1, 4)
+    assert all(type(token) is int for token in asked.tokens)
+
+
+class Faulty(SimulatedRuntime):
+    """A runtime whose method of a given name raises for a while."""
+
+    def __init__(self, fault: str, times: int) -> None:
+        super().__init__(Limits(8, 512, 512, 64, 1000, 10))
+        self.left = times
+        setattr(self, fault, lambda *_: self._fail(fault, *_))
+
+    def _fail(self, fault: str, *arguments: object) -> object:
+        if self.left:
+            self.left -= 1
+            raise ZeroDivisionError(f"{fault} broke")
+        return getattr(SimulatedRuntime, fault)(self, *arguments)
+
+
+@pytest.mark.parametrize("fault", ["decode", "copy", "clear", "sampler", "length"])
+def test_whatever_breaks_every_stream_ends_and_the_engine_answers_again(fault: str) -> None:
+    with Engine.over(lambda: Faulty(fault, times=1)) as engine:
+        for number in range(6):
+            try:
+                engine.complete(f"{number % 2} x", sampling=GREEDY, max_tokens=4).outcome()
+            except OrchestratorError:
+                continue
+        assert len(engine.complete("y", sampling=GREEDY, max_tokens=4).outcome().tokens) == 4
+
+
+def test_an_engine_that_cannot_even_start_over_closes_and_says_so() -> None:
+    class Beyond(SimulatedRuntime):
+        def decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
+            raise ZeroDivisionError("decode broke")
+
+        def reset(self) -> None:
+            raise ZeroDivisionError("reset broke")
+
+    engine = Engine.over(lambda: Beyond(Limits(8, 512, 512, 64, 1000, 10)))
+    streams = [engine.complete(text) for text in "ab"]
+    for stream in streams:
+        with pytest.raises(OrchestratorError):
+            stream.outcome()
+    engine.close()
+    with pytest.raises(EngineClosed):
+        engine.complete("c")
+    with pytest.raises(EngineClosed):
+        engine.stats()
+
+
+def test_ctrl_c_while_a_model_opens_closes_it_again() -> None:
+    opening, closed = threading.Event(), threading.Event()
+
+    class Slow(SimulatedRuntime):
+        def close(self) -> None:
+            closed.set()
+
+    def open_slowly() -> Runtime:
+        opening.set()
+        time.sleep(0.3)
+        return Slow(Limits(8, 512, 512, 64, 1000, 10))
+
+    def interrupt() -> None:
+        opening.wait(WAIT)
+        _thread.interrupt_main()
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        Engine.over(open_slowly)
+    assert closed.wait(WAIT)
+
+
+def test_a_forked_child_is_told_that_the_engine_is_not_its_own(engine: Engine) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            engine.complete("x")
+        except EngineClosed:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_two_requests_without_a_seed_draw_differently(engine: Engine) -> None:
+    drawn = {
+        engine.complete("x", sampling=Sampling(temperature=1), max_tokens=20).outcome().tokens
+        for _ in range(4)
+    }
+    assert len(drawn) > 1

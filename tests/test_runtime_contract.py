@@ -21,6 +21,7 @@ MEMORY: dict[str, MemoryKind] = {
     "simulated hybrid": "hybrid",
     "simulated recurrent": "recurrent",
     "simulated attention": "attention",
+    "simulated windowed": "windowed",
 }
 MODELS = [
     *MEMORY,
@@ -254,7 +255,7 @@ def test_rows_are_cut_where_there_is_no_state_to_cut(runtime: Runtime) -> None:
         lambda: runtime.copy(0, 1, 80),
     ]
     for call in calls:
-        with pytest.raises(InvalidArgument, match="recurrent state"):
+        with pytest.raises(InvalidArgument, match="cannot be cut"):
             call()
     assert (runtime.length(0), runtime.length(1)) == (len(TEXT), 0)
 

@@ -16,10 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.paths import expanded
 
 FORMAT = "orchestrator-conversation"
 VERSION = 1
+SIZE_LIMIT = 64 << 20  # bytes; a long chat has some hundred thousand
 
 
 class ConversationError(OrchestratorError):
@@ -88,30 +90,54 @@ def save(conversation: Conversation, file: Path) -> None:
 
     A file that is there and holds no conversation is not overwritten. Raises `ConversationError`.
     """
-    file = file.expanduser().resolve()
-    if file.exists():
+    file = _found(file)
+    if _may_hold_something(file):
         _refuse_foreign(file)
     document = {"format": FORMAT, "version": VERSION, "messages": conversation.messages()}
     text = json.dumps(document, ensure_ascii=False, indent=1) + "\n"
     try:
-        _replace(file, text.encode("utf-8"))
+        _replace(file, text.encode("utf-8", "replace"))
     except OSError as error:
         raise ConversationError(f'"{file}" was not saved: {error.strerror or error}') from error
 
 
 def load(file: Path) -> Conversation:
     """Return the conversation in `file`. Raises `ConversationError` with what is wrong with it."""
-    file = file.expanduser()
+    file = _found(file)
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(_text_of(file))
     except OSError as error:
         raise ConversationError(f'"{file}" cannot be read: {error.strerror or error}') from error
     except (ValueError, RecursionError) as error:
-        raise ConversationError(f'"{file}" is damaged: not JSON ({error})') from error
+        raise ConversationError(f'"{file}" is no saved conversation: not JSON ({error})') from error
     try:
         return _conversation(document)
     except ConversationError as error:
         raise ConversationError(f'"{file}" holds no conversation: {error}') from error
+
+
+def _found(file: Path) -> Path:
+    """Return where a file really lies, links followed."""
+    try:
+        return expanded(file).resolve()
+    except (ConfigError, OSError, RuntimeError) as error:
+        raise ConversationError(f'"{file}" cannot be found: {error}') from error
+
+
+def _may_hold_something(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError as error:
+        raise ConversationError(f'"{file}" cannot be written: {error.strerror}') from error
+
+
+def _text_of(file: Path) -> str:
+    """Return what a file holds; a device would never end, so only plain files are read."""
+    if file.exists() and not file.is_file():
+        raise ConversationError(f'"{file}" is no plain file')
+    if file.stat().st_size > SIZE_LIMIT:
+        raise ConversationError(f'"{file}" has more than {SIZE_LIMIT:,} bytes')
+    return file.read_text(encoding="utf-8")
 
 
 def _refuse_foreign(file: Path) -> None:
@@ -177,4 +203,4 @@ def _text(message: object, key: str, place: int, default: str | None = None) -> 
     value = message.get(key, default)
     if not isinstance(value, str):
         raise ConversationError(f'message {place + 1} has no text under "{key}"')
-    return value
+    return value.encode("utf-8", "replace").decode()  # JSON may smuggle in half a character

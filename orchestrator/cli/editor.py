@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 import platformdirs
 from prompt_toolkit import PromptSession
@@ -19,6 +18,9 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.styles import Style
 
+from orchestrator.errors import ConfigError
+from orchestrator.paths import expanded
+
 STATE_VARIABLE = "ORCHESTRATOR_STATE_DIR"
 
 _STYLE = Style.from_dict({"mark": "ansigreen bold", "more": "ansibrightblack"})
@@ -27,14 +29,14 @@ _STYLE = Style.from_dict({"mark": "ansigreen bold", "more": "ansibrightblack"})
 def history() -> History:
     """Return the history file of this user, or one in memory where no file can be written."""
     named = os.environ.get(STATE_VARIABLE)
-    folder = Path(named or platformdirs.user_state_dir("orchestrator")).expanduser()
-    file = folder / "chat_history"
     try:
+        folder = expanded(named or platformdirs.user_state_dir("orchestrator"))
+        file = folder / "chat_history"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.touch(mode=0o600)
         with file.open("ab"):
             return FileHistory(file)
-    except OSError:
+    except (OSError, ConfigError):
         return InMemoryHistory()
 
 

@@ -10,9 +10,11 @@ A traceback is shown only where ``ORCHESTRATOR_TRACE=1`` asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -42,6 +44,9 @@ def main(arguments: Sequence[str] | None = None, open_engine: OpenEngine = open_
     """Run the command line `arguments` (None: those of the process) and return the exit status."""
     _never_fail_to_print()
     _log_in_lines()
+    if sys.stdout is None or sys.stderr is None:
+        return FAILED  # closed by who started us: there is nobody to tell
+    _leave_in_order()
     try:
         status = cli.main(
             args=arguments, prog_name="orchestrator", standalone_mode=False, obj=Seam(open_engine)
@@ -52,6 +57,17 @@ def main(arguments: Sequence[str] | None = None, open_engine: OpenEngine = open_
     except KeyboardInterrupt:
         return INTERRUPTED
     return status if isinstance(status, int) else 0
+
+
+def _leave_in_order() -> None:
+    """Let a polite kill unwind, so that the terminal is left as it was found."""
+    for wish in (signal.SIGTERM, signal.SIGHUP):
+        with contextlib.suppress(ValueError):  # not the main thread: somebody embeds us
+            signal.signal(wish, _leave)
+
+
+def _leave(wish: int, _frame: object) -> None:
+    raise SystemExit(128 + wish)
 
 
 def _failure(error: Exception) -> int:

@@ -27,12 +27,12 @@ from orchestrator.errors import (
     OrchestratorError,
     PoolFull,
     PromptTooLong,
+    StateRefused,
 )
 from orchestrator.pool.checkpoint import Checkpoint, Kind, Stop
 from orchestrator.pool.index import pack
-from orchestrator.pool.pool import Admission, Pool
+from orchestrator.pool.pool import Admission, Pool, Seed
 from orchestrator.runtime.protocol import Chunk, Runtime, Sampling
-from orchestrator.text.stops import StopStrings
 
 log = logging.getLogger("orchestrator.engine")
 
@@ -128,7 +128,6 @@ class Core:
             raise PromptTooLong(len(request.tokens), limits.n_context)
         if min(request.tokens) < 0 or max(request.tokens) >= model.n_vocab:
             raise InvalidArgument(f"token ids must lie in 0 to {model.n_vocab - 1}")
-        StopStrings(request.stop)
         return Ticket(request, listener, self._clock())
 
     def enqueue(self, ticket: Ticket) -> None:
@@ -154,10 +153,12 @@ class Core:
     def fail_all(self, error: OrchestratorError) -> None:
         """End everything that runs with `error` and forget every state; queued requests stay."""
         log.error("all states are dropped: %s", error)
-        self._memory.reset()
-        self._pool = self._new_pool()
-        self._count(recoveries=1)
-        self._end_lanes(error)
+        try:
+            self._end_lanes(error)
+        finally:
+            self._memory.reset()
+            self._pool = self._new_pool()
+            self._count(recoveries=1)
 
     def end_all(self, error: OrchestratorError) -> None:
         """End everything, queued requests too, before the runtime is closed."""
@@ -171,8 +172,9 @@ class Core:
             self._seating.listener(error)
             self._seating = None
         for lane in lanes:
-            lane.sampler.close()
             lane.ticket.listener(error)
+        for lane in lanes:
+            lane.sampler.close()
 
     def occupancy(self) -> Occupancy:
         """Return what the pool holds now."""
@@ -207,7 +209,8 @@ class Core:
     def _admit(self) -> None:
         """Give lanes to queued requests, in order, as far as there is room."""
         while self._queue and len(self._lanes) < self._options.n_lanes:
-            ticket = self._queue[0]
+            # out of the queue first: whatever happens from here on, it gets an answer
+            ticket = self._seating = self._queue.popleft()
             request = ticket.request
             admission = self._pool.plan_admission(
                 pack(request.tokens),
@@ -216,19 +219,31 @@ class Core:
                 cache=self._uses_cache(request),
             )
             if admission is None:
+                self._put_back(ticket)
                 return
-            self._seating = self._queue.popleft()
             self._seat(ticket, admission)
             self._seating = None
+
+    def _put_back(self, ticket: Ticket) -> None:
+        """Let a request wait for room; where nothing runs that could make any, refuse it."""
+        self._seating = None
+        if self._lanes:
+            self._queue.appendleft(ticket)
+            return
+        ticket.listener(
+            PoolFull(
+                f"a prompt of {len(ticket.request.tokens):,} tokens finds no room among "
+                f"{self._runtime.limits.n_cells:,} cells; shorten it or open a larger context"
+            )
+        )
 
     def _seat(self, ticket: Ticket, admission: Admission) -> None:
         """Carry an admission out and open its lane."""
         self._evict(admission.evicted)
-        seed = admission.seed
-        if seed is not None and admission.takes_over:
-            self._memory.cut(admission.sequence, seed.length)
-        elif seed is not None:
-            self._memory.copy(seed.checkpoint.sequence, admission.sequence, seed.length)
+        if admission.seed is not None and not self._sow(admission, admission.seed):
+            self._evict([admission.seed.checkpoint])
+            self._queue.appendleft(ticket)  # admitted again, from the next best or cold
+            return
         self._pool.admitted(admission)
         request = ticket.request
         seen = request.tokens[-request.sampling.repeat_last :]
@@ -239,6 +254,18 @@ class Core:
         )
         self._lanes.append(lane)
         self._count(requests=1, reused=lane.cached)
+
+    def _sow(self, admission: Admission, seed: Seed) -> bool:
+        """Put a checkpoint under a lane; False when it turns out to be of no use."""
+        try:
+            if admission.takes_over:
+                self._memory.cut(admission.sequence, seed.length)
+            else:
+                self._memory.copy(seed.checkpoint.sequence, admission.sequence, seed.length)
+        except (InvalidArgument, StateRefused, PoolFull) as refusal:
+            log.warning("a checkpoint is dropped, the prompt is read again: %s", refusal)
+            return False
+        return True
 
     def _seeded(self, sampling: Sampling) -> Sampling:
         if sampling.seed is not None:
@@ -252,17 +279,23 @@ class Core:
         """End a lane well: its sequence becomes a checkpoint where that is of use."""
         outcome = lane.finish(reason, self._clock())
         kind: Kind = "partial" if lane.is_prefilling else "reply"
-        self._leave(lane, kind if self._uses_cache(lane.ticket.request) else None)
-        lane.ticket.listener(Finished(outcome))
+        try:
+            self._leave(lane, kind if self._uses_cache(lane.ticket.request) else None)
+        finally:
+            lane.ticket.listener(Finished(outcome))
 
     def _fail(self, lane: Lane, error: OrchestratorError, *, suspect: bool) -> None:
         """End a lane with an error; where its states are `suspect`, what was kept of it as well."""
-        if suspect:
-            serial = lane.admission.serial
-            self._evict([c for c in self._pool.checkpoints if c.serial == serial], scrub=True)
-            self._memory.scrub(lane.sequence)
-        self._leave(lane, None)
-        lane.ticket.listener(error)
+        try:
+            if suspect:
+                serial = lane.admission.serial
+                self._evict([c for c in self._pool.checkpoints if c.serial == serial], scrub=True)
+                self._memory.scrub(lane.sequence)
+            self._leave(lane, None)
+        finally:
+            if lane in self._lanes:
+                self._lanes.remove(lane)
+            lane.ticket.listener(error)
 
     def _leave(self, lane: Lane, kind: Kind | None) -> None:
         self._lanes.remove(lane)

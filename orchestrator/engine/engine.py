@@ -172,9 +172,9 @@ class Engine:
         request = Request(
             tokens=prompt.tokens,
             turn=prompt.turn,
-            sampling=sampling or self._sampling,
+            sampling=self._sampling if sampling is None else sampling,
             max_tokens=max_tokens,
-            stop=_listed(stop),
+            stop=stop,
             conversation=conversation,
             use_cache=use_cache,
         )
@@ -190,13 +190,15 @@ class Engine:
         use_cache: bool = True,
     ) -> Stream:
         """Return the stream of a continuation of raw text, without a template."""
+        if not isinstance(prompt, str):
+            raise InvalidArgument(f"the prompt is {type(prompt).__name__}; give a text")
         with self._open_vocabulary():
             tokens = self._codec.complete(prompt).tokens
         request = Request(
             tokens=tokens,
-            sampling=sampling or self._sampling,
+            sampling=self._sampling if sampling is None else sampling,
             max_tokens=max_tokens,
-            stop=_listed(stop),
+            stop=stop,
             use_cache=use_cache,
         )
         return self.generate(request)
@@ -209,6 +211,10 @@ class Engine:
         template_arguments: TemplateArguments | None = None,
     ) -> Prompt:
         """Return the prompt that `chat` would send, as tokens and text."""
+        if not (template_arguments is None or isinstance(template_arguments, Mapping)):
+            raise InvalidArgument(
+                f"template_arguments are {template_arguments!r}; give names and values"
+            )
         with self._open_vocabulary():
             return self._codec.encode(messages, tools=tools, arguments=template_arguments)
 
@@ -268,9 +274,3 @@ def _info(opened: Opened) -> ModelInfo:
         cell_bytes=limits.cell_bytes,
         exact=opened.exact,
     )
-
-
-def _listed(stop: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(stop, str):
-        raise InvalidArgument(f"stop is the text {stop!r}; put it into a list")
-    return tuple(stop)

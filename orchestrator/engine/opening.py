@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestrator import config
@@ -27,6 +27,7 @@ Progress = Callable[[str], None]
 N_CONTEXT_DEFAULT = 8192
 """Tokens per request where neither the caller nor the configuration says, or the model's less."""
 
+N_CONTEXT_MOST = 1 << 24
 N_SEQUENCES_MOST = 32
 _STATE_SHARE = 8  # an eighth of the memory that is available may go to recurrent states
 
@@ -44,6 +45,8 @@ class Choices:
 
     def __post_init__(self) -> None:
         _at_least("ctx", self.ctx, 1)
+        if self.ctx is not None and self.ctx > N_CONTEXT_MOST:
+            raise InvalidArgument(f"ctx is {self.ctx:,}, must be at most {N_CONTEXT_MOST:,}")
         _at_least("threads", self.threads, 1)
         if self.threads is not None and self.threads > n_cores():
             raise InvalidArgument(
@@ -77,13 +80,14 @@ def open_model(model: str | Path | ModelSpec, choices: Choices, on_progress: Pro
     path = ensure_demo(on_progress) if spec.builtin else spec.path
     if path is None:
         raise ConfigError(f'model "{spec.name}" has no file; set path= in models.toml')
+    choices = _merged(choices, spec)
     file = inspect(path)
     sampling = Sampling(**spec.sampling)  # type: ignore[arg-type]  # names and types were checked
     on_progress(f"loading {path.name} ({file.size_bytes / 1e6:,.0f} MB)")
-    kernels = exact_where_free(file, _settings(file, spec, choices))
+    kernels = exact_where_free(file, _settings(file, choices))
     runtime = open_llama(path, kernels.settings)
     try:
-        template = _template(runtime, choices.chat_template or spec.template)
+        template = _template(runtime, choices.chat_template)
         options = _options(runtime.limits.n_sequences, choices)
     except BaseException:
         runtime.close()
@@ -92,27 +96,41 @@ def open_model(model: str | Path | ModelSpec, choices: Choices, on_progress: Pro
     return Opened(runtime, template, options, sampling, spec.name, kernels.exact, notes)
 
 
+def _merged(choices: Choices, spec: ModelSpec) -> Choices:
+    """Return what is asked for, the caller's word before the file's."""
+    return replace(
+        choices,
+        ctx=spec.ctx if choices.ctx is None else choices.ctx,
+        threads=spec.threads if choices.threads is None else choices.threads,
+        gpu_layers=spec.gpu_layers if choices.gpu_layers is None else choices.gpu_layers,
+        chat_template=spec.template if choices.chat_template is None else choices.chat_template,
+    )
+
+
 def _spec(model: str | Path) -> ModelSpec:
     return config.resolve(model, config.load(config.find()))
 
 
 def _at_least(name: str, value: int | None, low: int) -> None:
-    if value is not None and value < low:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidArgument(f"{name} is {value!r}; give a whole number")
+    if value < low:
         raise InvalidArgument(f"{name} is {value}, must be at least {low}; or leave it out")
 
 
-def _settings(file: ModelFile, spec: ModelSpec, choices: Choices) -> Settings:
-    wanted = choices.ctx or spec.ctx
+def _settings(file: ModelFile, choices: Choices) -> Settings:
+    wanted = choices.ctx
     if wanted is None:
         wanted = min(N_CONTEXT_DEFAULT, file.n_ctx_train or N_CONTEXT_DEFAULT)
-    gpu_layers = spec.gpu_layers if choices.gpu_layers is None else choices.gpu_layers
     return Settings(
         n_context=wanted,
         n_sequences=_n_sequences(choices.checkpoints),
         n_sequences_most=N_SEQUENCES_MOST,
         state_budget=available_memory() // _STATE_SHARE,
-        threads=choices.threads or spec.threads,
-        gpu_layers=gpu_layers,
+        threads=choices.threads,
+        gpu_layers=choices.gpu_layers,
     )
 
 

@@ -6,13 +6,15 @@ engine's. They know neither pool nor runtime.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
 from orchestrator.errors import InvalidArgument
 from orchestrator.runtime.protocol import GREEDY as GREEDY
 from orchestrator.runtime.protocol import Sampling as Sampling
+from orchestrator.text.stops import StopStrings
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -31,21 +33,48 @@ class Request:
     turn: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     conversation: str | None = None
     use_cache: bool = True
 
     def __post_init__(self) -> None:
-        if not self.tokens:
-            raise InvalidArgument("the prompt is empty; give at least one token")
-        if not 0 <= self.turn < len(self.tokens):
+        """Check everything, so that nothing the engine's thread meets is of the wrong type."""
+        object.__setattr__(self, "tokens", _ids(self.tokens))
+        object.__setattr__(self, "turn", _whole("turn", self.turn, 0, len(self.tokens) - 1))
+        if self.max_tokens is not None:
+            most = _whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
+            object.__setattr__(self, "max_tokens", most)
+        StopStrings(self.stop)
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if not isinstance(self.sampling, Sampling):
             raise InvalidArgument(
-                f"turn is {self.turn}, must lie in 0 to {len(self.tokens) - 1}, inside the prompt"
+                f"sampling is {self.sampling!r}; give a Sampling, or leave it out"
             )
-        if self.max_tokens is not None and self.max_tokens < 0:
-            raise InvalidArgument(
-                f"max_tokens is {self.max_tokens}; give 0 or more, or leave it out"
-            )
+        if not (self.conversation is None or isinstance(self.conversation, str)):
+            raise InvalidArgument(f"conversation is {self.conversation!r}; give its name as a text")
+
+
+def _ids(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return token ids as plain ints, or say that they are none."""
+    if isinstance(tokens, str | bytes | bytearray | Mapping | Set):
+        raise InvalidArgument(f"tokens are {type(tokens).__name__}; give a sequence of token ids")
+    try:
+        ids = tuple(map(operator.index, tokens))
+    except TypeError as error:
+        raise InvalidArgument(f"tokens must be whole numbers: {error}") from error
+    if not ids:
+        raise InvalidArgument("the prompt is empty; give at least one token")
+    return ids
+
+
+def _whole(name: str, value: int, low: int, high: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise InvalidArgument(f"{name} is {value!r}; give a whole number") from error
+    if not low <= number <= high:
+        raise InvalidArgument(f"{name} is {number}, must lie in {low} to {high}")
+    return number
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ While nothing runs it sleeps in the inbox and costs nothing.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -32,6 +33,7 @@ class Worker:
         self._opened: Future[Core] = Future()
         self._closing = threading.Lock()
         self._is_closed = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="orchestrator-engine", daemon=True)
 
     @property
@@ -42,10 +44,16 @@ class Worker:
     def start(self) -> Core:
         """Start the thread; return its core once it is open, or raise what stopped it."""
         self._thread.start()
-        return self._opened.result()
+        try:
+            return self._opened.result()
+        except BaseException:  # Ctrl-C while a model loads: let the thread close it again
+            self._ask_to_close()
+            raise
 
     def post(self, work: Work) -> None:
         """Have `work` done between two steps; raises `EngineClosed` after `close`."""
+        if os.getpid() != self._process:
+            raise EngineClosed("the engine belongs to the process that opened it; open one here")
         with self._closing:
             if self._is_closed:
                 raise EngineClosed("the engine is closed; open a new one")
@@ -66,12 +74,15 @@ class Worker:
 
     def close(self) -> None:
         """End what runs with `EngineClosed`, free everything and wait; twice is harmless."""
+        self._ask_to_close()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _ask_to_close(self) -> None:
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
                 self._inbox.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -84,7 +95,22 @@ class Worker:
         try:
             while self._take_in(core):
                 self._step(core)
-            core.end_all(EngineClosed("the engine was closed before the request ended"))
+        except Exception:  # not even starting over was possible
+            log.exception("the engine cannot go on and closes")
+        finally:
+            self._wind_up(core)
+
+    def _wind_up(self, core: Core) -> None:
+        """Answer everybody, also what came in last, and free the runtime."""
+        self._ask_to_close()
+        closed = EngineClosed("the engine was closed before the request ended")
+        try:
+            core.end_all(closed)
+            while self._inbox.qsize():
+                work = self._inbox.get()
+                if work is not None:
+                    work(core)
+            core.end_all(closed)
         finally:
             self._close()
 

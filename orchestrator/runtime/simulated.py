@@ -192,7 +192,7 @@ class SimulatedRuntime:
         held.cells.append(cell)
         if self.model.memory != "recurrent":
             held.rows = (held.rows + value) & _MASK
-        if self.model.memory != "attention":
+        if self.model.memory in ("hybrid", "recurrent"):
             held.state = _mix(held.state, value)
 
     def _digest(self, held: _Held) -> int:
@@ -264,7 +264,8 @@ class SimulatedRuntime:
         held = len(self._held[sequence].cells)
         if length != held and self.model.memory != "attention":
             raise InvalidArgument(
-                f"sequence {sequence} has a recurrent state at {held}; it cannot be cut to {length}"
+                f"sequence {sequence} ends at {held} and its memory is {self.model.memory}: "
+                f"it cannot be cut to {length}"
             )
 
     def _view(self, cells: list[int], state: int) -> _Held:

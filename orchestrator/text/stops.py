@@ -67,6 +67,8 @@ def _check(stops: Sequence[str]) -> None:
     if len(stops) > MAX_STOPS:
         raise InvalidArgument(f"{len(stops)} stop strings given, at most {MAX_STOPS} are watched")
     for stop in stops:
+        if not isinstance(stop, str):
+            raise InvalidArgument(f"a stop string is {stop!r}; give texts")
         if not stop:
             raise InvalidArgument("a stop string is empty and would stop at once; leave it out")
         if len(stop) > MAX_STOP_LENGTH:
