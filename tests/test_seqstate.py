@@ -1346,7 +1346,8 @@ def test_thousands_of_calls_leak_neither_memory_nor_references(tmp_path: Path) -
     tracemalloc.stop()
     assert [sys.getrefcount(thing) for thing in counted] == references
     assert after - before < 60_000
-    assert _resident() - resident < 16 << 20
+    if "ASAN_OPTIONS" not in os.environ:  # there, freed memory is held back to catch its use
+        assert _resident() - resident < 16 << 20
 
 
 def test_large_states_do_not_grow_the_process(tmp_path: Path) -> None:
@@ -1366,7 +1367,8 @@ def test_large_states_do_not_grow_the_process(tmp_path: Path) -> None:
             memory.save_file(0, PROMPT, tmp_path / "no" / "folder")
         with pytest.raises(StateRefused):
             memory.restore_file(1, path, PROMPT[1:])
-    assert _resident() - resident < 20 << 20
+    if "ASAN_OPTIONS" not in os.environ:
+        assert _resident() - resident < 20 << 20
 
 
 def _resident() -> int:
