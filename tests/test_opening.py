@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 
 from orchestrator.engine.engine import Engine
-from orchestrator.engine.exactness import exact_where_free
+from orchestrator.engine.exactness import steadied
 from orchestrator.engine.opening import Choices, available_memory
 from orchestrator.errors import ConfigError, InvalidArgument
 from orchestrator.models.inspect import inspect
@@ -81,5 +81,5 @@ def test_the_number_of_sequences_follows_from_the_size_of_a_state() -> None:
 def test_values_are_kept_apart_from_keys_where_that_makes_replies_steady(
     model: str, quantised: str | None, type_v: int, exact: bool
 ) -> None:
-    kernels = exact_where_free(inspect(tiny_models.build(model, quantised)), Settings())
+    kernels = steadied(inspect(tiny_models.build(model, quantised)), Settings())
     assert (kernels.settings.type_v, kernels.exact) == (type_v, exact)

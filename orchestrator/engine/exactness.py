@@ -1,4 +1,4 @@
-"""Can replies be made independent of how a prompt is cut, at no cost in time, on this model?
+"""Can replies be made independent of how a prompt is cut, and is it worth it on this model?
 
 On a CPU ggml chooses kernels by the number of tokens in a pass, so a reply read again in one piece
 does not give the very bits that it gave token by token. Three things do it:
@@ -15,6 +15,10 @@ in any way, largest difference of a logit:
                                      F16 values      Q8_0 values
     Q4_1 and Q5_1 (the demo model)   0.9             0.0
     F32 (tiny models)                0.002 to 0.05   0.0001, on Gemma 3 0.02
+
+It costs reading speed in long contexts and gains decoding speed. The demo model on two cores, F16
+against Q8_0 values: reading 127 and 125 tokens/s at 200 tokens, 106 and 73 at 1,800; decoding 26
+and 18 ms a token at 200, 60 and 32 at 1,800.
 
 One thing is left: rows that lie in the pool in another order than in the text are summed in that
 order, which can show in the last bits. Other models run as llama.cpp runs them by itself.
@@ -42,8 +46,8 @@ class Kernels:
     exact: bool
 
 
-def exact_where_free(file: ModelFile, settings: Settings) -> Kernels:
-    """Return `settings`, made exact if that costs this model nothing."""
+def steadied(file: ModelFile, settings: Settings) -> Kernels:
+    """Return `settings`, made steady where this model's weights do not spoil it again."""
     on_gpu = can_offload() and settings.gpu_layers != 0
     if on_gpu or not _STEADY.issuperset(file.tensor_types) or not _takes_blocks(file):
         return Kernels(settings, exact=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 from orchestrator import config
 from orchestrator.config import ModelSpec
 from orchestrator.engine.core import Options
-from orchestrator.engine.exactness import exact_where_free
+from orchestrator.engine.exactness import steadied
 from orchestrator.errors import ConfigError, InvalidArgument
 from orchestrator.models.demo import ensure_demo
 from orchestrator.models.inspect import ModelFile, inspect
@@ -84,7 +84,7 @@ def open_model(model: str | Path | ModelSpec, choices: Choices, on_progress: Pro
     file = inspect(path)
     sampling = Sampling(**spec.sampling)  # type: ignore[arg-type]  # names and types were checked
     on_progress(f"loading {path.name} ({file.size_bytes / 1e6:,.0f} MB)")
-    kernels = exact_where_free(file, _settings(file, choices))
+    kernels = steadied(file, _settings(file, choices))
     runtime = open_llama(path, kernels.settings)
     try:
         template = _template(runtime, choices.chat_template)
