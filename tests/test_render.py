@@ -11,7 +11,7 @@ from rich.console import Console
 
 from orchestrator.cli.inline import SPAN_LIMIT, InlineStream, inline
 from orchestrator.cli.markdown import MarkdownStream
-from orchestrator.cli.render import Bytes, Dim, Styled, clean, terminal_view
+from orchestrator.cli.render import Bytes, Dim, Styled, Waiting, clean, terminal_view
 from orchestrator.engine.request import Prefilling
 
 _STYLES = re.compile(r"\x1b\[[0-9;]*m")
@@ -258,3 +258,13 @@ def test_a_word_longer_than_a_line_is_parted_where_the_line_is_full(pieces: int)
     assert "".join(lines).replace(" ", "") == f"see{url}there"
     assert [len(line) for line in lines[1:3]] == [60, 60]
     assert all(len(line) <= 60 for line in lines)
+
+
+def test_a_long_wait_without_a_terminal_says_how_far_it_is_now_and_then() -> None:
+    file, now = io.StringIO(), [0.0]
+    waiting = Waiting(Console(file=file), clock=lambda: now[0])
+    for second in range(12):
+        now[0] = float(second)
+        waiting.update(f"reading {second} of 12 tokens")
+    waiting.stop()
+    assert file.getvalue().splitlines() == ["reading 5 of 12 tokens", "reading 10 of 12 tokens"]

@@ -10,6 +10,8 @@ Invariant: no control character a model wrote reaches a terminal (`clean`).
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from typing import BinaryIO, Protocol
 
 from rich.console import Console
@@ -39,6 +41,10 @@ def print_dim(console: Console, text: str) -> None:
     """Print one quiet line."""
     # Wrapped for a reader only: a line in a log file stays one line.
     console.print(Text(clean(text), DIM), soft_wrap=not console.is_terminal)
+
+
+LINE_INTERVAL = 5.0
+"""Seconds between two lines about a long wait where there is no spinner."""
 
 
 class Sink(Protocol):
@@ -123,9 +129,15 @@ class Dim:
 
 
 class Waiting:
-    """A spinner on a terminal from the question to the first text; nothing anywhere else."""
+    """A spinner on a terminal from the question to the first text; elsewhere a line now and then.
 
-    def __init__(self, console: Console) -> None:
+    `clock` gives seconds.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._due = clock() + LINE_INTERVAL
         self._status: Status | None = None
         if console.is_terminal:
             self._status = console.status(Text("waiting", DIM), spinner_style=DIM)
@@ -135,6 +147,9 @@ class Waiting:
         """Say what is being waited for."""
         if self._status is not None:
             self._status.update(Text(clean(text), DIM))
+        elif not self._console.is_terminal and self._clock() >= self._due:
+            self._due = self._clock() + LINE_INTERVAL
+            print_dim(self._console, text)
 
     def stop(self) -> None:
         """Take it off the screen, for good."""

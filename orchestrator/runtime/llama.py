@@ -26,6 +26,14 @@ from orchestrator._seqstate import Identity, SequenceMemory
 from orchestrator.errors import BackendError, DecodeFailed, InvalidArgument, PoolFull
 from orchestrator.runtime import library
 from orchestrator.runtime.batch import BatchBuffer
+from orchestrator.runtime.checks import (
+    check_batch,
+    check_copy,
+    check_cut,
+    check_restore,
+    check_save,
+    check_sequence,
+)
 from orchestrator.runtime.library import api
 from orchestrator.runtime.llama_sampler import LlamaSampler
 from orchestrator.runtime.protocol import Chunk, Limits, MemoryKind, Model, Sampling
@@ -261,7 +269,7 @@ class LlamaRuntime:
 
     def decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """See `Runtime.decode`."""
-        self._check_batch(chunks)
+        check_batch(chunks, self.limits, self.model.n_vocab, self.length)
         batch, outputs = self._batch.fill(chunks)
         self._outputs = frozenset()
         code = api.llama_decode(self._context, batch)
@@ -278,31 +286,6 @@ class LlamaRuntime:
             self._lengths[chunk.sequence] = chunk.end
         self._outputs = frozenset(output for output in outputs if output is not None)
         return outputs
-
-    def _check_batch(self, chunks: Sequence[Chunk]) -> None:
-        total = sum(len(chunk.tokens) for chunk in chunks)
-        if not 0 < total <= self.limits.n_batch:
-            raise InvalidArgument(
-                f"a decode call of {total} tokens; give 1 to n_batch = {self.limits.n_batch}"
-            )
-        if len({chunk.sequence for chunk in chunks}) < len(chunks):
-            raise InvalidArgument("two chunks of one decode call name the same sequence; join them")
-        for chunk in chunks:
-            self._check_chunk(chunk)
-
-    def _check_chunk(self, chunk: Chunk) -> None:
-        held = self.length(chunk.sequence)
-        if chunk.start != held or not chunk.tokens:
-            raise InvalidArgument(
-                f"a chunk of {len(chunk.tokens)} tokens at {chunk.start}, but sequence "
-                f"{chunk.sequence} holds {held}; start there with at least one token"
-            )
-        if chunk.end > self.limits.n_context:
-            raise InvalidArgument(
-                f"a chunk to {chunk.end} tokens; a sequence holds {self.limits.n_context}"
-            )
-        if min(chunk.tokens) < 0 or max(chunk.tokens) >= self.model.n_vocab:
-            raise InvalidArgument(f"token ids must lie in 0 to {self.model.n_vocab - 1}")
 
     def _index_of(self, row: int) -> int:
         if row not in self._outputs:
@@ -332,46 +315,25 @@ class LlamaRuntime:
 
     def length(self, sequence: int) -> int:
         """See `Runtime.length`."""
-        if not 0 <= sequence < self.limits.n_sequences:
-            raise InvalidArgument(
-                f"sequence {sequence} does not exist; ids are 0 to {self.limits.n_sequences - 1}"
-            )
+        check_sequence(sequence, self.limits)
         return self._lengths[sequence]
 
     def copy(self, source: int, target: int, length: int | None = None) -> None:
         """See `Runtime.copy`."""
-        held = self.length(source)
-        length = held if length is None else length
-        if self.length(target) or not 0 < length <= held:
-            raise InvalidArgument(
-                f"cannot copy {length} of {held} tokens of sequence {source} to sequence "
-                f"{target} of {self.length(target)}; the target must be empty"
-            )
-        self._refuse_cut(source, length)
-        self._memory.copy(source, target, None if length == held else length)
-        self._lengths[target] = length
+        taken = check_copy(source, target, length, self.model.memory, self.length)
+        self._memory.copy(source, target, None if taken == self._lengths[source] else taken)
+        self._lengths[target] = taken
         self._verify(target)
 
     def cut(self, sequence: int, length: int) -> None:
         """See `Runtime.cut`."""
-        held = self.length(sequence)
-        if not 0 <= length <= held:
-            raise InvalidArgument(f"cannot cut sequence {sequence} of {held} tokens to {length}")
-        self._refuse_cut(sequence, length)
+        held = check_cut(sequence, length, self.model.memory, self.length)
         if length == 0:
             self.clear(sequence)
         elif length < held:
             self._memory.cut(sequence, length)
             self._lengths[sequence] = length
             self._verify(sequence)
-
-    def _refuse_cut(self, sequence: int, length: int) -> None:
-        held = self._lengths[sequence]
-        if length != held and self.model.memory != "attention":
-            raise InvalidArgument(
-                f"sequence {sequence} ends at {held} and its memory is {self.model.memory}: "
-                f"it cannot be cut to {length}"
-            )
 
     def clear(self, sequence: int) -> None:
         """See `Runtime.clear`."""
@@ -403,17 +365,12 @@ class LlamaRuntime:
 
     def save(self, sequence: int, tokens: Sequence[int]) -> bytes:
         """See `Runtime.save`."""
-        held = self.length(sequence)
-        if not held or len(tokens) != held:
-            raise InvalidArgument(
-                f"sequence {sequence} holds {held} tokens, {len(tokens)} were given"
-            )
+        check_save(sequence, tokens, self.length)
         return self._memory.save(sequence, tokens)
 
     def restore(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
         """See `Runtime.restore`."""
-        if self.length(sequence):
-            raise InvalidArgument(f"sequence {sequence} is not empty; clear it before restoring")
+        check_restore(sequence, self.length)
         self._memory.restore(sequence, blob, tokens)
         self._lengths[sequence] = len(tokens)
         self._verify(sequence)

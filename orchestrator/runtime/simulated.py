@@ -23,6 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.errors import BackendError, DecodeFailed, InvalidArgument, PoolFull, StateRefused
+from orchestrator.runtime.checks import (
+    check_batch,
+    check_copy,
+    check_cut,
+    check_restore,
+    check_save,
+    check_sequence,
+)
 from orchestrator.runtime.protocol import Chunk, Limits, MemoryKind, Model, Sampling
 from orchestrator.text.bytes import ByteTokenizer
 
@@ -138,7 +146,7 @@ class SimulatedRuntime:
 
     def decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """See `Runtime.decode`."""
-        total = self._check_batch(chunks)
+        total = check_batch(chunks, self.limits, self.model.n_vocab, self.length)
         if self.model.memory != "recurrent" and self.used_cells + total > self.limits.n_cells:
             raise PoolFull(
                 f"{total} cells are wanted, {self.limits.n_cells - self.used_cells} free"
@@ -157,32 +165,6 @@ class SimulatedRuntime:
                 self._rows.append(self._digest(held))
         self.clock.advance(seconds)
         return rows
-
-    def _check_batch(self, chunks: Sequence[Chunk]) -> int:
-        total = sum(len(chunk.tokens) for chunk in chunks)
-        if not 0 < total <= self.limits.n_batch:
-            raise InvalidArgument(
-                f"a decode call of {total} tokens; give 1 to n_batch = {self.limits.n_batch}"
-            )
-        if len({chunk.sequence for chunk in chunks}) < len(chunks):
-            raise InvalidArgument("two chunks of one decode call name the same sequence; join them")
-        for chunk in chunks:
-            self._check_chunk(chunk)
-        return total
-
-    def _check_chunk(self, chunk: Chunk) -> None:
-        held = len(self._get(chunk.sequence).cells)
-        if chunk.start != held or not chunk.tokens:
-            raise InvalidArgument(
-                f"a chunk of {len(chunk.tokens)} tokens at {chunk.start}, but sequence "
-                f"{chunk.sequence} holds {held}; start there with at least one token"
-            )
-        if chunk.end > self.limits.n_context:
-            raise InvalidArgument(
-                f"a chunk to {chunk.end} tokens; a sequence holds {self.limits.n_context}"
-            )
-        if not all(0 <= token < self.model.n_vocab for token in chunk.tokens):
-            raise InvalidArgument(f"token ids must lie in 0 to {self.model.n_vocab - 1}")
 
     def _append(self, held: _Held, token: int) -> None:
         value = _mix(token, len(held.cells), held.rows, held.state, self._seed)
@@ -225,10 +207,7 @@ class SimulatedRuntime:
     # ---- sequences ----------------------------------------------------------------------------
 
     def _get(self, sequence: int) -> _Held:
-        if not 0 <= sequence < self.limits.n_sequences:
-            raise InvalidArgument(
-                f"sequence {sequence} does not exist; ids are 0 to {self.limits.n_sequences - 1}"
-            )
+        check_sequence(sequence, self.limits)
         return self._held[sequence]
 
     def length(self, sequence: int) -> int:
@@ -237,36 +216,18 @@ class SimulatedRuntime:
 
     def copy(self, source: int, target: int, length: int | None = None) -> None:
         """See `Runtime.copy`."""
-        held, empty = self._get(source), self._get(target)
-        length = len(held.cells) if length is None else length
-        if empty.cells or not 0 < length <= len(held.cells):
-            raise InvalidArgument(
-                f"cannot copy {length} of {len(held.cells)} tokens of sequence {source} to "
-                f"sequence {target} of {len(empty.cells)}; the target must be empty"
-            )
-        self._refuse_cut(source, length)
-        for cell in held.cells[:length]:
+        taken = check_copy(source, target, length, self.model.memory, self.length)
+        held = self._get(source)
+        for cell in held.cells[:taken]:
             self._owners[cell] += 1
-        self._held[target] = self._view(held.cells[:length], held.state)
+        self._held[target] = self._view(held.cells[:taken], held.state)
 
     def cut(self, sequence: int, length: int) -> None:
         """See `Runtime.cut`."""
+        check_cut(sequence, length, self.model.memory, self.length)
         held = self._get(sequence)
-        if not 0 <= length <= len(held.cells):
-            raise InvalidArgument(
-                f"cannot cut sequence {sequence} of {len(held.cells)} tokens to {length}"
-            )
-        self._refuse_cut(sequence, length)
         self._release(held.cells[length:])
         self._held[sequence] = self._view(held.cells[:length], held.state)
-
-    def _refuse_cut(self, sequence: int, length: int) -> None:
-        held = len(self._held[sequence].cells)
-        if length != held and self.model.memory != "attention":
-            raise InvalidArgument(
-                f"sequence {sequence} ends at {held} and its memory is {self.model.memory}: "
-                f"it cannot be cut to {length}"
-            )
 
     def _view(self, cells: list[int], state: int) -> _Held:
         """Return holdings whose row hash is computed from the cells they really name."""
@@ -297,11 +258,8 @@ class SimulatedRuntime:
 
     def save(self, sequence: int, tokens: Sequence[int]) -> bytes:
         """See `Runtime.save`."""
+        check_save(sequence, tokens, self.length)
         held = self._get(sequence)
-        if not held.cells or len(tokens) != len(held.cells):
-            raise InvalidArgument(
-                f"sequence {sequence} holds {len(held.cells)} tokens, {len(tokens)} were given"
-            )
         values = [self._values[cell] for cell in held.cells]
         body = struct.pack(f"<{len(values)}Q", *values) + struct.pack("<Q", held.state)
         head = self.model.fingerprint + _token_hash(tokens)
@@ -309,8 +267,7 @@ class SimulatedRuntime:
 
     def restore(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
         """See `Runtime.restore`."""
-        if self._get(sequence).cells:
-            raise InvalidArgument(f"sequence {sequence} is not empty; clear it before restoring")
+        check_restore(sequence, self.length)
         self._refuse_foreign(blob, tokens)
         count = len(tokens)
         if self.model.memory != "recurrent" and self.used_cells + count > self.limits.n_cells:
