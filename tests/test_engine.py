@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -386,7 +386,7 @@ def test_ctrl_c_while_a_model_opens_closes_it_again() -> None:
 
     def interrupt() -> None:
         opening.wait(WAIT)
-        _thread.interrupt_main()
+        os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
