@@ -320,3 +320,18 @@ def test_a_row_of_an_older_decode_call_is_refused(runtime: Runtime) -> None:
     assert row is not None
     with pytest.raises(InvalidArgument):
         runtime.logits(row)
+
+
+@pytest.mark.models
+def test_a_repeat_penalty_sees_the_prompt_and_what_was_said() -> None:
+    with open_runtime("lfm2") as runtime:
+        (row,) = runtime.decode([Chunk(0, 0, tuple(TEXT[:20]), wants_logits=True)])
+        assert row is not None
+        best = int(runtime.logits(row).argmax())
+        harsh = Sampling(temperature=0, repeat_penalty=100.0)
+        fresh, seen = runtime.sampler(harsh, []), runtime.sampler(harsh, [best])
+        assert fresh.sample(row) == best
+        assert fresh.sample(row) != best  # it has said it once now
+        assert seen.sample(row) != best
+        fresh.close()
+        seen.close()

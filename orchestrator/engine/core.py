@@ -246,7 +246,8 @@ class Core:
             return
         self._pool.admitted(admission)
         request = ticket.request
-        seen = request.tokens[-request.sampling.repeat_last :]
+        n_seen = request.sampling.repeat_last
+        seen = request.tokens[-n_seen:] if n_seen else ()
         sampler = self._runtime.sampler(self._seeded(request.sampling), seen)
         limits = self._runtime.limits
         lane = Lane(
