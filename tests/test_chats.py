@@ -107,7 +107,7 @@ def test_ten_turns_on_a_tiny_model_are_warm_and_as_uncached(
 def test_ten_turns_on_the_demo_model_are_warm_and_as_uncached(
     template: str, count: DecodeCount
 ) -> None:
-    chat(DEMO, template, count, max_tokens=40)
+    chat(DEMO, template, count, max_tokens=24)
 
 
 @pytest.mark.models
