@@ -93,6 +93,8 @@ class Limits:
     `n_sequences` ids from 0; `n_cells` positions in the shared pool; `n_context` tokens in one
     sequence; `n_batch` tokens in one decode call; `state_bytes` of recurrent state per sequence;
     `cell_bytes` of attention rows per token. On a pure recurrent model a token takes no cell.
+    `n_joint` sequences in one decode call (0: all); `sliced`: rows can be moved in parts;
+    `copies`: a sequence can be copied to another, else states move through host memory only.
     """
 
     n_sequences: int
@@ -101,6 +103,9 @@ class Limits:
     n_batch: int
     state_bytes: int
     cell_bytes: int
+    n_joint: int = 0
+    sliced: bool = True
+    copies: bool = True
 
 
 @dataclass(frozen=True, slots=True)
