@@ -2,12 +2,13 @@
 
 llama.cpp answers a wrong argument by ending the process, so nothing reaches it unchecked; the
 simulated runtime refuses the same calls in the same words. `length_of` tells how many tokens a
-sequence holds; all functions raise `InvalidArgument` and change nothing.
+sequence holds; where only a complete sequence will do, the caller gives one that refuses the
+others (`check_complete`). All functions raise `InvalidArgument` and change nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from orchestrator.errors import InvalidArgument
 from orchestrator.runtime.protocol import Chunk, Limits, MemoryKind
@@ -92,3 +93,90 @@ def check_restore(sequence: int, length_of: LengthOf) -> None:
     """Refuse to restore over something."""
     if length_of(sequence):
         raise InvalidArgument(f"sequence {sequence} is not empty; clear it before restoring")
+
+
+# ---- in slices -----------------------------------------------------------------------------------
+
+
+def check_complete(sequence: int, incomplete: Collection[int]) -> None:
+    """Refuse a sequence that has rows but not yet its state."""
+    if sequence in incomplete:
+        raise InvalidArgument(
+            f"sequence {sequence} is being restored and incomplete; restore its state or clear it"
+        )
+
+
+def can_slice(memory: MemoryKind) -> bool:
+    """Whether a memory of this kind has rows, all of them kept, that can be moved in slices."""
+    return memory in ("attention", "hybrid")
+
+
+def check_save_rows(
+    sequence: int,
+    span: tuple[int, int],
+    tokens: Sequence[int],
+    limits: Limits,
+    length_of: LengthOf,
+) -> None:
+    """Refuse to save rows that a sequence does not hold."""
+    _refuse_unsliced(limits)
+    check_save(sequence, tokens, length_of)
+    start, end = span
+    if not 0 <= start < end <= len(tokens):
+        raise InvalidArgument(
+            f"rows {start} to {end} of sequence {sequence}, which holds {len(tokens)}; "
+            "give a span within, of at least one row"
+        )
+
+
+def check_save_state(
+    sequence: int, tokens: Sequence[int], memory: MemoryKind, limits: Limits, length_of: LengthOf
+) -> None:
+    """Refuse to save a state whose rows cannot be saved apart."""
+    if memory != "recurrent":
+        _refuse_unsliced(limits)
+    check_save(sequence, tokens, length_of)
+
+
+def check_restore_rows(
+    sequence: int, start: int, incomplete: Collection[int], limits: Limits, length_of: LengthOf
+) -> None:
+    """Refuse to put rows elsewhere than at the end of those restored so far."""
+    _refuse_unsliced(limits)
+    held = length_of(sequence)
+    if start != held or (held and sequence not in incomplete):
+        what = "incomplete" if sequence in incomplete else "complete" if held else "empty"
+        raise InvalidArgument(
+            f"rows from {start} on cannot follow in sequence {sequence}, which is {what} and "
+            f"holds {held}; begin with an empty one and go on where the last slice ended"
+        )
+
+
+def check_restore_state(
+    sequence: int,
+    tokens: Sequence[int],
+    incomplete: Collection[int],
+    memory: MemoryKind,
+    limits: Limits,
+    length_of: LengthOf,
+) -> None:
+    """Refuse a state where the rows of its tokens, no more and no fewer, are not in place."""
+    if memory == "recurrent":
+        check_restore(sequence, length_of)
+        return
+    _refuse_unsliced(limits)
+    held = length_of(sequence)
+    if held and sequence not in incomplete:
+        raise InvalidArgument(f"sequence {sequence} is complete; clear it and restore its rows")
+    if not held or held != len(tokens):
+        raise InvalidArgument(
+            f"sequence {sequence} holds {held} restored rows, the state belongs to "
+            f"{len(tokens)} tokens; restore exactly their rows first"
+        )
+
+
+def _refuse_unsliced(limits: Limits) -> None:
+    if not limits.sliced:
+        raise InvalidArgument(
+            "this memory has no rows that can be moved in slices; save and restore it whole"
+        )

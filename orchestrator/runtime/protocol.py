@@ -7,7 +7,9 @@ It knows no checkpoints, no requests and no text beyond its own vocabulary.
 Invariants of every runtime:
 - a sequence holds the tokens fed to it, at positions 0, 1, …, without gaps;
 - a copy shares cells and never evaluates anything;
-- a recurrent state exists only at the end of its sequence and is never cut back.
+- a recurrent state exists only at the end of its sequence and is never cut back;
+- a sequence that is being restored in slices is *incomplete*: it is never evaluated, copied, cut
+  or saved before its last step.
 """
 
 from __future__ import annotations
@@ -213,6 +215,42 @@ class Runtime(Protocol):
 
         Raises `StateRefused` naming the field that differs, or `PoolFull`; the sequence is
         empty after either.
+        """
+        ...
+
+    # The same in slices, so that no single call takes long: the rows a few hundred at a time,
+    # then the state, on export as on import. `tokens` are always all tokens of the sequence; a
+    # slice is tied to those up to its end, since its rows depend on every one of them, and so it
+    # may serve any longer sequence that begins with the same.
+
+    def save_rows(self, sequence: int, start: int, end: int, tokens: Sequence[int]) -> bytes:
+        """Return the rows of positions [start, end) as one checked blob.
+
+        Only where `Limits.sliced`. The sequence keeps what it holds.
+        """
+        ...
+
+    def save_state(self, sequence: int, tokens: Sequence[int]) -> bytes:
+        """Return the recurrent state alone; where there is none, a blob that only checks.
+
+        Everywhere except where rows cannot be sliced though there are some (`windowed`).
+        """
+        ...
+
+    def restore_rows(self, sequence: int, start: int, blob: bytes, tokens: Sequence[int]) -> None:
+        """Append a slice to `sequence`, which holds exactly `start` rows of earlier slices.
+
+        The sequence is then incomplete: `length` tells its rows so far, and only `restore_rows`,
+        `restore_state`, `clear`, `scrub` and `reset` may follow. Raises `StateRefused` or
+        `PoolFull`; the *whole* sequence is empty after either.
+        """
+        ...
+
+    def restore_state(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
+        """Complete a sequence whose rows are those of all `tokens`.
+
+        On pure recurrent memory, which has no rows, this is the only step and the sequence must
+        be empty. Raises `StateRefused`; the sequence is empty then.
         """
         ...
 

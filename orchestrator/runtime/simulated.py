@@ -9,7 +9,7 @@ would on a real model, and every rule of the pool can be tested in milliseconds.
     next token                     mix(sum of v over the rows, s)
 
 Each row is a cell that copies share; a cell is free when no sequence holds it. Time passes on a
-manual clock by a stated cost per call, token and attended row.
+manual clock by a stated cost per call, token, attended row and row moved to host memory or back.
 """
 
 from __future__ import annotations
@@ -17,24 +17,32 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.errors import BackendError, DecodeFailed, InvalidArgument, PoolFull, StateRefused
 from orchestrator.runtime.checks import (
+    can_slice,
     check_batch,
+    check_complete,
     check_copy,
     check_cut,
     check_restore,
+    check_restore_rows,
+    check_restore_state,
     check_save,
+    check_save_rows,
+    check_save_state,
     check_sequence,
 )
 from orchestrator.runtime.protocol import Chunk, Limits, MemoryKind, Model, Sampling
 from orchestrator.text.bytes import ByteTokenizer
 
 _MASK = (1 << 64) - 1
+_HEAD = struct.Struct("<5s3x32s32sQQ")  # form, model, tokens up to the end, start, end
+_BODY = _HEAD.size + 32  # a SHA-256 of all else stands between
 
 
 def _mix(*values: int) -> int:
@@ -64,11 +72,12 @@ class ManualClock:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds per decode call, per token, and per row that a token attends to."""
+    """Seconds per decode call, per token, per row that a token attends to, per row moved."""
 
     call: float = 0.0
     token: float = 0.0
     row: float = 0.0
+    moved: float = 0.0
 
 
 @dataclass(slots=True)
@@ -115,7 +124,7 @@ class SimulatedRuntime:
         end_every: int = 0,
         seed: int = 0,
     ) -> None:
-        self.limits = limits
+        self.limits = replace(limits, sliced=limits.sliced and can_slice(memory))
         self.tokenizer = tokenizer or ByteTokenizer.for_chat()
         self.clock = clock or ManualClock()
         self.decoded_tokens = 0
@@ -123,6 +132,7 @@ class SimulatedRuntime:
         self._seed = seed
         self._end_every = end_every
         self._held = [_Held([]) for _ in range(limits.n_sequences)]
+        self._incomplete: set[int] = set()
         self._owners: dict[int, int] = {}  # cell -> how many sequences hold it
         self._values: dict[int, int] = {}  # cell -> its row's value
         self._next_cell = 0
@@ -146,7 +156,7 @@ class SimulatedRuntime:
 
     def decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """See `Runtime.decode`."""
-        total = check_batch(chunks, self.limits, self.model.n_vocab, self.length)
+        total = check_batch(chunks, self.limits, self.model.n_vocab, self._complete)
         if self.model.memory != "recurrent" and self.used_cells + total > self.limits.n_cells:
             raise PoolFull(
                 f"{total} cells are wanted, {self.limits.n_cells - self.used_cells} free"
@@ -214,9 +224,13 @@ class SimulatedRuntime:
         """See `Runtime.length`."""
         return len(self._get(sequence).cells)
 
+    def _complete(self, sequence: int) -> int:
+        check_complete(sequence, self._incomplete)
+        return self.length(sequence)
+
     def copy(self, source: int, target: int, length: int | None = None) -> None:
         """See `Runtime.copy`."""
-        taken = check_copy(source, target, length, self.model.memory, self.length)
+        taken = check_copy(source, target, length, self.model.memory, self._complete)
         held = self._get(source)
         for cell in held.cells[:taken]:
             self._owners[cell] += 1
@@ -224,7 +238,7 @@ class SimulatedRuntime:
 
     def cut(self, sequence: int, length: int) -> None:
         """See `Runtime.cut`."""
-        check_cut(sequence, length, self.model.memory, self.length)
+        check_cut(sequence, length, self.model.memory, self._complete)
         held = self._get(sequence)
         self._release(held.cells[length:])
         self._held[sequence] = self._view(held.cells[:length], held.state)
@@ -244,6 +258,7 @@ class SimulatedRuntime:
         """See `Runtime.clear`."""
         self._release(self._get(sequence).cells)
         self._held[sequence] = _Held([])
+        self._incomplete.discard(sequence)
 
     def scrub(self, sequence: int) -> None:
         """See `Runtime.scrub`; nothing here is ever not finite."""
@@ -258,38 +273,96 @@ class SimulatedRuntime:
 
     def save(self, sequence: int, tokens: Sequence[int]) -> bytes:
         """See `Runtime.save`."""
-        check_save(sequence, tokens, self.length)
+        check_save(sequence, tokens, self._complete)
         held = self._get(sequence)
-        values = [self._values[cell] for cell in held.cells]
-        body = struct.pack(f"<{len(values)}Q", *values) + struct.pack("<Q", held.state)
-        head = self.model.fingerprint + _token_hash(tokens)
-        return head + hashlib.sha256(head + body).digest() + body
+        return self._seal(b"whole", 0, tokens, [*self._rows_of(held.cells), held.state])
 
     def restore(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
         """See `Runtime.restore`."""
         check_restore(sequence, self.length)
-        self._refuse_foreign(blob, tokens)
-        count = len(tokens)
+        *rows, state = self._open(sequence, b"whole", 0, blob, tokens)
+        self._held[sequence] = self._view(self._filled(sequence, rows), state)
+
+    def save_rows(self, sequence: int, start: int, end: int, tokens: Sequence[int]) -> bytes:
+        """See `Runtime.save_rows`."""
+        check_save_rows(sequence, (start, end), tokens, self.limits, self._complete)
+        rows = self._rows_of(self._get(sequence).cells[start:end])
+        return self._seal(b"rows", start, tokens[:end], rows)
+
+    def save_state(self, sequence: int, tokens: Sequence[int]) -> bytes:
+        """See `Runtime.save_state`."""
+        check_save_state(sequence, tokens, self.model.memory, self.limits, self._complete)
+        return self._seal(b"state", len(tokens), tokens, [self._get(sequence).state])
+
+    def restore_rows(self, sequence: int, start: int, blob: bytes, tokens: Sequence[int]) -> None:
+        """See `Runtime.restore_rows`."""
+        check_restore_rows(sequence, start, self._incomplete, self.limits, self.length)
+        rows = self._open(sequence, b"rows", start, blob, tokens)
+        cells = self._get(sequence).cells + self._filled(sequence, rows)
+        self._held[sequence] = self._view(cells, 0)
+        self._incomplete.add(sequence)
+
+    def restore_state(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
+        """See `Runtime.restore_state`."""
+        check_restore_state(
+            sequence, tokens, self._incomplete, self.model.memory, self.limits, self.length
+        )
+        (state,) = self._open(sequence, b"state", len(tokens), blob, tokens)
+        if self.model.memory == "recurrent":
+            self._held[sequence].cells = self._filled(sequence, [0] * len(tokens))
+        self._held[sequence].state = state
+        self._incomplete.discard(sequence)
+
+    def _rows_of(self, cells: list[int]) -> list[int]:
+        self.clock.advance(self._cost.moved * len(cells))
+        return [self._values[cell] for cell in cells]
+
+    def _filled(self, sequence: int, rows: Sequence[int]) -> list[int]:
+        """Return new cells that hold `rows`; the sequence is emptied when there are none left."""
+        count = len(rows)
         if self.model.memory != "recurrent" and self.used_cells + count > self.limits.n_cells:
+            self.clear(sequence)
             raise PoolFull(f"{count} cells are wanted to restore a state; evict first")
-        *values, state = struct.unpack(f"<{count + 1}Q", blob[96:])
+        self.clock.advance(self._cost.moved * count)
         cells = list(range(self._next_cell, self._next_cell + count))
         self._next_cell += count
         self._owners.update(dict.fromkeys(cells, 1))
-        self._values.update(zip(cells, values, strict=True))
-        self._held[sequence] = self._view(cells, state)
+        self._values.update(zip(cells, rows, strict=True))
+        return cells
 
-    def _refuse_foreign(self, blob: bytes, tokens: Sequence[int]) -> None:
-        if len(blob) != 96 + 8 * (len(tokens) + 1):
-            raise StateRefused(
-                "size", f"a state of {len(blob)} bytes is not one of {len(tokens)} tokens"
-            )
-        if blob[:32] != self.model.fingerprint:
-            raise StateRefused("model", "the state was saved by another model; prefill instead")
-        if blob[32:64] != _token_hash(tokens):
-            raise StateRefused("tokens", "the state was saved for other tokens; prefill instead")
-        if blob[64:96] != hashlib.sha256(blob[:64] + blob[96:]).digest():
+    def _seal(self, form: bytes, start: int, tokens: Sequence[int], values: list[int]) -> bytes:
+        known, fed = self.model.fingerprint, _token_hash(tokens)
+        head = _HEAD.pack(form, known, fed, start, len(tokens))
+        body = struct.pack(f"<{len(values)}Q", *values)
+        return head + hashlib.sha256(head + body).digest() + body
+
+    def _open(
+        self, sequence: int, form: bytes, start: int, blob: bytes, tokens: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Return the values of a blob that belongs here, else empty the sequence and refuse."""
+        try:
+            self._refuse_foreign(form, start, blob, tokens)
+        except StateRefused:
+            self.clear(sequence)
+            raise
+        return struct.unpack(f"<{(len(blob) - _BODY) // 8}Q", blob[_BODY:])
+
+    def _refuse_foreign(self, form: bytes, start: int, blob: bytes, tokens: Sequence[int]) -> None:
+        if len(blob) < _BODY:
+            raise StateRefused("length", f"a state of {len(blob)} bytes is truncated")
+        was_form, known, fed, was_start, end = _HEAD.unpack_from(blob)
+        head, digest, body = blob[: _HEAD.size], blob[_HEAD.size : _BODY], blob[_BODY:]
+        if digest != hashlib.sha256(head + body).digest():
             raise StateRefused("checksum", "the state is damaged; prefill instead")
+        if known != self.model.fingerprint:
+            raise StateRefused("model", "the state was saved by another model; prefill instead")
+        if was_form.rstrip(b"\0") != form:
+            raise StateRefused("form", f"{was_form!r} was saved, {form!r} is wanted")
+        if was_start != start:
+            raise StateRefused("start", f"rows from {was_start} on were saved, not from {start}")
+        count = end if form == b"rows" else len(tokens)
+        if end != count or fed != _token_hash(tokens[:end]) or end > len(tokens):
+            raise StateRefused("tokens", "the state was saved for other tokens; prefill instead")
 
     def close(self) -> None:
         """See `Runtime.close`."""
@@ -304,6 +377,7 @@ class FailingRuntime(SimulatedRuntime):
 
     fails_next: BackendError | None = None
     fails_next_copy: BackendError | None = None
+    fails_next_restore: BackendError | None = None
     scrubbed: tuple[int, ...] = ()
 
     def scrub(self, sequence: int) -> None:
@@ -317,6 +391,16 @@ class FailingRuntime(SimulatedRuntime):
         if failure is not None:
             raise failure
         super().copy(source, target, length)
+
+    def _open(
+        self, sequence: int, form: bytes, start: int, blob: bytes, tokens: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Fail once if told to, with the sequence empty as after any failed restore."""
+        failure, self.fails_next_restore = self.fails_next_restore, None
+        if failure is not None:
+            self.clear(sequence)
+            raise failure
+        return super()._open(sequence, form, start, blob, tokens)
 
     def decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """Fail once if told to, leaving states behind that must not be trusted; else decode."""
