@@ -23,6 +23,8 @@ from orchestrator.text.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
 NAMES = ("chatml", "thinking", "empty_think")
+CONTROL = ("<s>", "<|im_start|>", "<|im_end|>", "<|im", "<|a|>")
+MARKERS = ("<think>", "</think>", "\n\n")
 NO_PROMPT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
 
 
@@ -218,6 +220,128 @@ def test_tools_nested_without_end_are_the_callers_fault() -> None:
         codec().encode([user("a")], tools=[schema])
 
 
+# --- the head that other chats share ---
+
+SYSTEM: dict[str, Any] = {"role": "system", "content": "Be brief."}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+]
+BODY = (
+    "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
+    "{% if loop.last %}LAST{% endif %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HEAD = "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
+BARE = BODY.replace("LAST", "")
+IN_FIRST = BODY.replace(
+    "{% if loop.last %}LAST{% endif %}",
+    "{% if m.role == 'user' and loop.index0 < 2 %}{{ s }} {% endif %}",
+)
+"""Moves the system text into the first message of the user, as Gemma's does."""
+IN_LAST = BODY.replace("LAST", "{{ s }}{{ tools | tojson if tools }} ")
+"""Moves system text and tools into the last message, as one of Mistral's does."""
+WITH_TOOLS = "<|im_start|>system\n{{ s or 'You help.' }}{{ tools | tojson if tools }}<|im_end|>\n"
+"""Adds a default system text, and the tools after it."""
+ENDLESS = "{{ s }}{{ messages[-1].content }}"
+SOURCES = {
+    **{name: (TEMPLATES / f"{name}.jinja").read_text("utf-8") for name in NAMES},
+    "in first": HEAD + IN_FIRST,
+    "in last": HEAD + IN_LAST,
+    "with tools": HEAD + WITH_TOOLS + BARE,
+    "endless": HEAD + ENDLESS,
+}
+
+
+def with_tools(chatting: ChatCodec, *chat: dict[str, Any]) -> Prompt:
+    return chatting.encode(chat, tools=TOOLS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_base_ends_where_the_first_question_begins(name: str) -> None:
+    prompt = codec(name).encode([SYSTEM, user("hi")])
+    head = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+    assert spelt(prompt, prompt.base) == head
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_without_a_system_text_and_tools_there_is_no_base(name: str) -> None:
+    chatting = codec_of(SOURCES[name])
+    assert chatting.encode([user("hi")]).base == 0
+    assert chatting.encode([user("hi"), assistant("a"), user("b")], tools=[]).base == 0
+
+
+def test_tools_belong_to_the_base_wherever_the_template_puts_them_before_the_question() -> None:
+    chatting = codec_of(SOURCES["with tools"])
+    for chat in ([SYSTEM, user("hi")], [user("hi")], [user("hi"), assistant("a"), user("b")]):
+        prompt = with_tools(chatting, *chat)
+        assert spelt(prompt, prompt.base).endswith("}]<|im_end|>\n<|im_start|>user\n")
+
+
+def test_a_system_text_in_the_first_message_is_base_up_to_the_words_of_the_user() -> None:
+    prompt = codec_of(SOURCES["in first"]).encode([SYSTEM, user("hi"), assistant("a"), user("b")])
+    assert spelt(prompt, prompt.base) == "<|im_start|>user\nBe brief. "
+
+
+def test_a_head_that_moves_on_with_every_turn_is_no_base() -> None:
+    prompt = with_tools(codec_of(SOURCES["in last"]), SYSTEM, user("hi"), assistant("a"), user("b"))
+    assert spelt(prompt, prompt.base) == "<|im_start|>user\n"
+    assert prompt.base <= prompt.floor
+
+
+def test_without_an_end_of_the_input_there_is_no_base() -> None:
+    prompt = codec_of(SOURCES["endless"]).encode([SYSTEM, user("hi")])
+    assert (prompt.turn, prompt.base) == (9, 9)
+    shouting = codec_of("{{ add_generation_prompt }} {{ messages[0].content }}")
+    assert shouting.encode([SYSTEM, user("hi")]).base == 0
+
+
+@pytest.mark.parametrize("question", ["x", "\n\ny", "xy", "y", ""])
+@pytest.mark.parametrize("name", [name for name in SOURCES if name != "endless"])
+def test_a_question_that_agrees_with_a_probe_has_the_base_of_any_other(
+    name: str, question: str
+) -> None:
+    chatting = codec_of(SOURCES[name], JoiningTokenizer(CONTROL, markers=MARKERS[:2]))
+    prompt, other = (with_tools(chatting, SYSTEM, user(text)) for text in (question, "hello"))
+    assert prompt.base == min(other.base, prompt.floor) > 0
+    assert prompt.tokens[: prompt.base] == other.tokens[: prompt.base]
+
+
+def test_a_template_that_refuses_the_probes_has_no_base() -> None:
+    source = "{% if messages | length < 3 %}{{ raise_exception('more') }}{% endif %}" + NO_PROMPT
+    assert codec_of(source).encode([SYSTEM, user("a"), assistant("b"), user("c")]).base == 0
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize("name", SOURCES)
+@settings(max_examples=40)
+@given(first=texts, turns=st.lists(st.tuples(texts, texts), max_size=2), other=texts, tools=...)
+def test_every_chat_under_one_head_begins_with_the_base_of_every_other(
+    name: str, spaced: bool, first: str, turns: list[tuple[str, str]], other: str, tools: bool
+) -> None:
+    tokenizer = JoiningTokenizer(CONTROL, markers=MARKERS, spaced=spaced)
+    chatting = codec_of(SOURCES[name], tokenizer)
+    chat = [SYSTEM, user(first)]
+    for reply, question in turns:
+        chat += [assistant(reply), user(question)]
+    prompt = chatting.encode(chat, tools=TOOLS * tools)
+    # White space that begins a question may join what any template writes before it.
+    sibling = chatting.encode([SYSTEM, user(other.lstrip())], tools=TOOLS * tools)
+    assert 0 <= prompt.base <= prompt.floor <= prompt.turn < len(prompt.tokens)
+    assert prompt.base <= common_length(prompt.tokens, sibling.tokens)
+
+
+def test_a_long_head_is_encoded_once() -> None:
+    tokenizer = JoiningTokenizer(("<|im_start|>", "<|im_end|>"))
+    chatting = codec("chatml", tokenizer)
+    head = {"role": "system", "content": "word " * 20_000 + "."}
+    chatting.encode([head, user("hi")])
+    assert tokenizer.asked < 110_000
+    for turn in range(3):
+        tokenizer.asked = 0
+        assert chatting.encode([head, user(f"and {turn}?")]).base > 40_000
+        assert tokenizer.asked < 1_000
+
+
 # --- BOS ---
 
 
@@ -329,8 +453,6 @@ def test_a_refusal_that_quotes_a_message_is_fit_to_be_shown() -> None:
 
 # --- encoding only what is new ---
 
-CONTROL = ("<s>", "<|im_start|>", "<|im_end|>", "<|im", "<|a|>")
-MARKERS = ("<think>", "</think>", "\n\n")
 # Special texts that reach into others, before their beginning or past their end.
 OVERLAPPING = ((), ("b<|im_end|>",), ("|>aaaaaaa",), ("a<", "|>b"))
 

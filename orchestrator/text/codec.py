@@ -18,14 +18,27 @@ and the input ends where the tokens of A stop being those of the others:
 
 A rendering that the template refuses, or that says no more than A, is left out.
 
-Invariants: ``0 <= floor <= turn < len(tokens)``; the tokens are those of the marked text encoded
-at once (`encoder.py`); a special token typed into a message is never a special id (`guard.py`).
+The part that other chats begin with as well, the system text and the tools, ends where A stops
+being what two other questions make of the same head:
+
+    A    <|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n …
+    D,E  <|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nx<|im_end|>\n …
+         |<----------------------- base ----------------------->|
+
+D and E ask differently from their first character on, so a chat that asks what one of them asks
+is still told from the other; and E begins with line breaks, which many vocabularies join to one
+that the template writes.
+
+Invariants: ``0 <= base <= floor <= turn < len(tokens)``; the tokens are those of the marked text
+encoded at once (`encoder.py`); a special token typed into a message is never a special id
+(`guard.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from orchestrator.errors import InvalidArgument, TemplateError
@@ -44,6 +57,7 @@ _NEXT_RESULT: list[Message] = [
     {"role": "assistant", "content": None, "tool_calls": [_CALL]},
     {"role": "tool", "tool_call_id": "probe0001", "name": "probe", "content": "y"},
 ]
+_OTHER_QUESTIONS = ("x", "\n\ny")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +66,10 @@ class Prompt:
 
     `turn`: where the input ends, before the generation prompt; 0 if there is no such place.
     `floor`: the part of it that also survives the next message of the *user*; less than `turn`
-    only inside a tool loop that the template will then render anew. `text` is what the tokens
-    spell, without a BOS that the tokenizer added. `opener` is the part of it that the generation
-    prompt made.
+    only inside a tool loop that the template will then render anew. `base`: the part that any
+    other chat under the same system text and tools begins with, 0 if there are neither. `text` is
+    what the tokens spell, without a BOS that the tokenizer added. `opener` is the part of it that
+    the generation prompt made.
     """
 
     tokens: tuple[int, ...]
@@ -62,6 +77,7 @@ class Prompt:
     floor: int
     text: str
     opener: str
+    base: int = 0
 
 
 class ChatCodec:
@@ -91,13 +107,14 @@ class ChatCodec:
             raise InvalidArgument(
                 "messages or tools are nested too deeply; flatten them"
             ) from error
-        prompt = self._encoder.encode(chat.rendered())
+        prompt = self._encoder.encode(chat.rendered(chat.messages, generation=True))
         if not prompt.tokens:
             raise InvalidArgument("the chat template makes an empty prompt of these messages")
-        bare = chat.attempted(generation=False)
+        bare = chat.attempted(chat.messages)
         next_ = chat.with_next_result() if chat.in_tool_loop else chat.with_next_question()
         turn = self._common(prompt, bare, next_)
         floor = self._common(prompt, chat.with_next_question()) if chat.in_tool_loop else turn
+        base = self._common(prompt, *chat.with_other_questions())
         self._encoder.remember(prompt)
         return Prompt(
             tokens=prompt.tokens,
@@ -105,6 +122,7 @@ class ChatCodec:
             floor=min(floor, turn),
             text=unmarked(prompt.text),
             opener=_opener(prompt.text, bare, next_),
+            base=min(base, floor, turn),
         )
 
     def complete(self, text: str, *, special: bool = True) -> Prompt:
@@ -145,18 +163,19 @@ class _Chat:
     ) -> None:
         self._template = template
         self._guard = guard
-        self._messages = [guard.message(message) for message in template.prepared(messages)]
+        self.messages = [guard.message(message) for message in template.prepared(messages)]
         self._tools = guard.value(tools)
         self._arguments = guard.value(arguments)
 
     @property
     def in_tool_loop(self) -> bool:
-        return bool(self._messages[-1]["role"] == "tool")
+        return bool(self.messages[-1]["role"] == "tool")
 
-    def rendered(self, more: Sequence[Message] = (), *, generation: bool = True) -> str:
+    def rendered(self, messages: Sequence[Message], *, generation: bool = False) -> str:
+        """The text of `messages` under the tools and arguments of this chat."""
         try:
             text = self._template.fill(
-                [*self._messages, *more],
+                messages,
                 tools=self._tools,
                 add_generation_prompt=generation,
                 arguments=self._arguments,
@@ -166,22 +185,31 @@ class _Chat:
             raise TemplateError(scrubbed(unmarked(str(error)))) from error
         return scrubbed(text)
 
-    def attempted(self, more: Sequence[Message] = (), *, generation: bool) -> str | None:
+    def attempted(self, messages: Sequence[Message], *, generation: bool = False) -> str | None:
         """As `rendered`, None where the template refuses."""
         try:
-            return self.rendered(more, generation=generation)
+            return self.rendered(messages, generation=generation)
         except TemplateError:
             return None
 
     def with_next_question(self) -> str | None:
         """The chat with a reply, unless it ends in one, and a next message of the user."""
-        replied = self._messages[-1]["role"] == "assistant"
+        replied = self.messages[-1]["role"] == "assistant"
         probe = _NEXT_QUESTION[1:] if replied else _NEXT_QUESTION
-        return self.attempted(self._template.prepared(probe), generation=False)
+        return self.attempted([*self.messages, *self._template.prepared(probe)])
 
     def with_next_result(self) -> str | None:
         """The chat with one more call of a tool and its result."""
-        return self.attempted(self._template.prepared(_NEXT_RESULT), generation=False)
+        return self.attempted([*self.messages, *self._template.prepared(_NEXT_RESULT)])
+
+    def with_other_questions(self) -> list[str | None]:
+        """Other chats under the same system text and tools; none if there are neither."""
+        head = list(takewhile(lambda message: message["role"] == "system", self.messages))
+        if not (head or self._tools):
+            return []
+        asked = ([{"role": "user", "content": probe}] for probe in _OTHER_QUESTIONS)
+        others = ([*head, *self._template.prepared(each)] for each in asked)
+        return [self.attempted(other, generation=True) for other in others]
 
 
 def _opener(prompt: str, *others: str | None) -> str:
