@@ -33,6 +33,11 @@ def check_batch(chunks: Sequence[Chunk], limits: Limits, n_vocab: int, length_of
         )
     if len({chunk.sequence for chunk in chunks}) < len(chunks):
         raise InvalidArgument("two chunks of one decode call name the same sequence; join them")
+    if 0 < limits.n_joint < len(chunks):
+        raise InvalidArgument(
+            f"a decode call of {len(chunks)} sequences; with this model llama.cpp evaluates "
+            f"{limits.n_joint} at a time, make more calls"
+        )
     for chunk in chunks:
         _check_chunk(chunk, limits, n_vocab, length_of(chunk.sequence))
     return total

@@ -1,9 +1,9 @@
 """The runtime that is llama.cpp: one model, one context, one shared pool of cells.
 
-Opening goes in three steps: the model is loaded; a context of one sequence measures how many
-bytes a recurrent state really takes; the context proper is made with as many sequences as the
-memory budget allows. Every argument is checked here or in `_seqstate`, because a wrong one is
-an assertion in C that ends the process.
+Opening goes in three steps: the model is loaded; a small context measures how many bytes a
+recurrent state really takes and tries whether sequences may share a decode call; the context
+proper is made with as many sequences as the memory budget allows. Every argument is checked here
+or in `_seqstate`, because a wrong one is an assertion in C that ends the process.
 
 Used from one thread only, except for the vocabulary.
 """
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from orchestrator._seqstate import Identity, SequenceMemory
 from orchestrator.errors import BackendError, DecodeFailed, InvalidArgument, PoolFull
-from orchestrator.runtime import library
+from orchestrator.runtime import joint, library
 from orchestrator.runtime.batch import BatchBuffer
 from orchestrator.runtime.checks import (
     check_batch,
@@ -92,13 +92,13 @@ def open_llama(path: Path, settings: Settings) -> LlamaRuntime:
     model = _load_model(path, settings)
     try:
         memory = _memory_kind(model)
-        sizes = _measure(model, settings, memory)
-        n_sequences = settings.n_sequences or _fit_sequences(sizes.state, settings)
+        measures = _measure(model, settings, memory)
+        n_sequences = settings.n_sequences or _fit_sequences(measures.state, settings)
         context = _new_context(model, settings, settings.n_context, n_sequences)
     except BaseException:
         api.llama_model_free(model)
         raise
-    return LlamaRuntime(path, settings, model, context, memory, sizes)
+    return LlamaRuntime(path, settings, model, context, memory, measures)
 
 
 def fingerprint(path: Path) -> bytes:
@@ -185,16 +185,18 @@ def n_cores() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Bytes of one recurrent state, and of the attention rows of one token."""
+class _Measures:
+    """Bytes of one recurrent state and of the attention rows of one token; sequences per call."""
 
     state: int
     cell: int
+    n_joint: int
 
 
-def _measure(model: Any, settings: Settings, memory: MemoryKind) -> _Sizes:
-    """Evaluate two tokens and ask llama.cpp what a sequence takes after each."""
-    context = _new_context(model, settings, _CELL_STEP, 1)
+def _measure(model: Any, settings: Settings, memory: MemoryKind) -> _Measures:
+    """Evaluate two tokens and ask llama.cpp what a sequence takes after each; try a joint call."""
+    alone = settings.n_sequences == 1
+    context = _new_context(model, settings, _CELL_STEP, 1 if alone else joint.N_SEQUENCES)
     buffer = BatchBuffer(1)
     sizes = []
     try:
@@ -204,9 +206,12 @@ def _measure(model: Any, settings: Settings, memory: MemoryKind) -> _Sizes:
                 raise BackendError(f"the model cannot evaluate a token: {library.last_complaint()}")
             sizes.append(int(api.llama_state_seq_get_size_ext(context, 0, _WHOLE)))
         state = int(api.llama_state_seq_get_size_ext(context, 0, _STATE_ONLY))
+        n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+        n_joint = 1 if alone or not joint.evaluates_jointly(context, n_vocab) else 0
     finally:
         api.llama_free(context)
-    return _Sizes(state if memory in ("hybrid", "recurrent") else 0, sizes[1] - sizes[0])
+    held = state if memory in ("hybrid", "recurrent") else 0
+    return _Measures(held, sizes[1] - sizes[0], n_joint)
 
 
 def _fit_sequences(state_bytes: int, settings: Settings) -> int:
@@ -224,7 +229,7 @@ class LlamaRuntime:
         model: Any,
         context: Any,
         memory: MemoryKind,
-        sizes: _Sizes,
+        measures: _Measures,
     ) -> None:
         self._model, self._context = model, context
         self.tokenizer = Vocabulary(model)
@@ -234,8 +239,9 @@ class LlamaRuntime:
             n_cells=api.llama_n_ctx(context),
             n_context=settings.n_context,
             n_batch=api.llama_n_batch(context),
-            state_bytes=sizes.state,
-            cell_bytes=sizes.cell,
+            state_bytes=measures.state,
+            cell_bytes=measures.cell,
+            n_joint=measures.n_joint,
         )
         if self.limits.n_cells < settings.n_context:
             raise BackendError(
