@@ -10,11 +10,11 @@
 #error "saved states are little-endian, llama.cpp's bytes in them are the machine's own"
 #endif
 
-/* Where each field lies; see the drawing in seqstate_ctypes.py. */
+/* Where each field lies; see the drawing in seqstate_format.py. */
 enum {
     AT_VERSION = 8,
     AT_HEADER_LENGTH = 12,
-    AT_FLAGS = 16,
+    AT_FORM = 16,
     AT_MEMORY = 20,
     AT_NUMBERS = 24,
     AT_PAYLOAD_LENGTH = 48,
@@ -23,7 +23,8 @@ enum {
     AT_CHECKSUM = 68,
     AT_MODEL = 72,
     AT_BUILD = 104,
-    AT_ZERO = 232,
+    AT_START = 232,
+    AT_ZERO = 236,
 };
 
 static const uint8_t MAGIC[8] = {'o', 'r', 'c', 's', 't', 'a', 't', 'e'};
@@ -52,6 +53,19 @@ const char *memory_name(enum memory_kind kind)
         return "hybrid";
     case MEMORY_RECURRENT:
         return "recurrent";
+    }
+    return "unknown";
+}
+
+const char *form_name(enum blob_form form)
+{
+    switch (form) {
+    case FORM_STATE:
+        return "state";
+    case FORM_WHOLE:
+        return "whole";
+    case FORM_ROWS:
+        return "rows";
     }
     return "unknown";
 }
@@ -107,7 +121,7 @@ static void read_fields(struct header *header, const uint8_t *head)
 {
     memset(header, 0, sizeof *header);
     header->version = get_u32(head + AT_VERSION);
-    header->rows = get_u32(head + AT_FLAGS) != 0;
+    header->form = (enum blob_form)get_u32(head + AT_FORM);
     header->memory = (enum memory_kind)get_u32(head + AT_MEMORY);
     for (int i = 0; i < 6; i++) {
         header->identity.number[i] = get_u32(head + AT_NUMBERS + 4 * i);
@@ -116,6 +130,7 @@ static void read_fields(struct header *header, const uint8_t *head)
     header->token_hash = get_u64(head + AT_TOKEN_HASH);
     header->n_tokens = get_u32(head + AT_N_TOKENS);
     header->checksum = get_u32(head + AT_CHECKSUM);
+    header->start = get_u32(head + AT_START);
     memcpy(header->identity.model, head + AT_MODEL, MODEL_ROOM);
     memcpy(header->identity.build, head + AT_BUILD, BUILD_ROOM);
 }
@@ -150,12 +165,28 @@ bool blob_frame(struct header *header, const uint8_t *head, uint64_t n_bytes,
                     "the header has %" PRIu32 " bytes, expected are %d",
                     get_u32(head + AT_HEADER_LENGTH), HEADER_LENGTH);
     }
-    if (n_bytes < blob_start(header->n_tokens) ||
-        n_bytes - blob_start(header->n_tokens) != header->payload_length) {
+    if (header->start > header->n_tokens || n_bytes < blob_start(header_n_ids(header)) ||
+        n_bytes - blob_start(header_n_ids(header)) != header->payload_length) {
         return fail(outcome, FAULT_REFUSED, "length",
-                    "the saved state of %" PRIu32 " tokens and %" PRIu64 " payload bytes has "
-                    "%" PRIu64 " bytes; it is truncated or was extended, save it again",
-                    header->n_tokens, header->payload_length, n_bytes);
+                    "the saved state of tokens %" PRIu32 " to %" PRIu32 " and %" PRIu64
+                    " payload bytes has %" PRIu64
+                    " bytes; it is truncated or was extended, save it again",
+                    header->start, header->n_tokens, header->payload_length, n_bytes);
+    }
+    return true;
+}
+
+/* Forms that no save writes for such a memory. */
+static bool is_odd_form(const struct header *header)
+{
+    switch (header->form) {
+    case FORM_STATE:
+        return header->start != 0 || header->memory == MEMORY_RECURRENT ||
+               (header->memory == MEMORY_ATTENTION && header->payload_length != 0);
+    case FORM_WHOLE:
+        return header->start != 0;
+    case FORM_ROWS:
+        return header->start == header->n_tokens || header->memory == MEMORY_RECURRENT;
     }
     return true;
 }
@@ -166,12 +197,11 @@ static bool is_odd(const struct header *header, const uint8_t *head)
     const uint32_t *number = header->identity.number;
     size_t build_length = strlen(header->identity.build);
 
-    return get_u32(head + AT_FLAGS) > 1 || number[2] > 1 || number[3] > 1 ||
+    return is_odd_form(header) || number[2] > 1 || number[3] > 1 ||
            !all_zero(head + AT_ZERO, HEADER_LENGTH - AT_ZERO) ||
            !all_zero(head + AT_BUILD + build_length, BUILD_ROOM - build_length) ||
            header->memory < MEMORY_ATTENTION || header->memory > MEMORY_RECURRENT ||
-           (!header->rows && header->memory != MEMORY_HYBRID) || header->n_tokens == 0 ||
-           header->n_tokens > INT32_MAX;
+           header->n_tokens == 0 || header->n_tokens > INT32_MAX;
 }
 
 static uint32_t blob_checksum(const struct checksum *sum, const uint8_t *blob, size_t n_bytes)
@@ -199,8 +229,9 @@ bool blob_verify(struct header *header, const struct checksum *sum, const uint8_
         return fail(outcome, FAULT_REFUSED, "header",
                     "the header holds values that no version of this format writes");
     }
-    if (checksum_both_ways(sum, blob + HEADER_LENGTH, 4 * (size_t)header->n_tokens) !=
-        header->token_hash) {
+    if (header->start == 0 &&
+        checksum_both_ways(sum, blob + HEADER_LENGTH, 4 * (size_t)header->n_tokens) !=
+            header->token_hash) {
         return fail(outcome, FAULT_REFUSED, "token_hash",
                     "the token hash does not belong to the token ids; save it again");
     }
@@ -255,52 +286,94 @@ bool blob_belongs(const struct header *header, enum memory_kind kind, const stru
     return true;
 }
 
-bool blob_compare_tokens(const uint8_t *blob, const struct header *header, const uint8_t *fed,
-                         size_t n_fed, struct outcome *outcome)
+bool blob_demand_form(const struct header *header, enum blob_form wanted, struct outcome *outcome)
+{
+    if (header->form == wanted) {
+        return true;
+    }
+    return fail(outcome, FAULT_REFUSED, "form",
+                "the state was saved as \"%s\", needed is \"%s\"", form_name(header->form),
+                form_name(wanted));
+}
+
+bool blob_compare_tokens(const uint8_t *blob, const struct header *header,
+                         const struct checksum *sum, const uint8_t *fed, size_t n_fed,
+                         struct outcome *outcome)
 {
     const uint8_t *saved = blob + HEADER_LENGTH;
+    const uint8_t *given = fed + 4 * (size_t)header->start;
+    size_t n_ids = header_n_ids(header);
 
-    if (header->n_tokens != n_fed) {
+    if (n_fed != header->n_tokens && !(header->form == FORM_ROWS && n_fed > header->n_tokens)) {
         return fail(outcome, FAULT_REFUSED, "tokens",
                     "the state was saved after %" PRIu32 " tokens, %zu were given; "
                     "give the tokens it was saved with",
                     header->n_tokens, n_fed);
     }
-    if (memcmp(saved, fed, 4 * n_fed) == 0) {
-        return true;
+    if (memcmp(saved, given, 4 * n_ids) != 0) {
+        size_t at = 0;
+        while (get_u32(saved + 4 * at) == get_u32(given + 4 * at)) {
+            at++;
+        }
+        return fail(outcome, FAULT_REFUSED, "tokens",
+                    "token %zu of the saved state is %" PRId32 ", %" PRId32 " was given; "
+                    "give the tokens it was saved with",
+                    header->start + at, (int32_t)get_u32(saved + 4 * at),
+                    (int32_t)get_u32(given + 4 * at));
     }
-    size_t at = 0;
-    while (get_u32(saved + 4 * at) == get_u32(fed + 4 * at)) {
-        at++;
+    if (header->start != 0 &&
+        checksum_both_ways(sum, fed, 4 * (size_t)header->n_tokens) != header->token_hash) {
+        return fail(outcome, FAULT_REFUSED, "tokens",
+                    "the %" PRIu32 " tokens before the saved rows are not those that were given; "
+                    "give the tokens they were saved with",
+                    header->start);
     }
-    return fail(outcome, FAULT_REFUSED, "tokens",
-                "token %zu of the saved state is %" PRId32 ", %" PRId32 " was given; "
-                "give the tokens it was saved with",
-                at, (int32_t)get_u32(saved + 4 * at), (int32_t)get_u32(fed + 4 * at));
+    return true;
 }
 
 /* --- writing ----------------------------------------------------------------------------------- */
 
 void blob_seal(const struct header *header, const struct checksum *sum, uint8_t *blob,
-               const uint8_t *fed, size_t n_fed)
+               const uint8_t *fed)
 {
+    size_t n_ids = header_n_ids(header);
+
     memset(blob, 0, HEADER_LENGTH);
     memcpy(blob, MAGIC, sizeof MAGIC);
     put_u32(blob + AT_VERSION, FORMAT_VERSION);
     put_u32(blob + AT_HEADER_LENGTH, HEADER_LENGTH);
-    put_u32(blob + AT_FLAGS, header->rows ? 1 : 0);
+    put_u32(blob + AT_FORM, (uint32_t)header->form);
     put_u32(blob + AT_MEMORY, (uint32_t)header->memory);
     for (int i = 0; i < 6; i++) {
         put_u32(blob + AT_NUMBERS + 4 * i, header->identity.number[i]);
     }
     put_u64(blob + AT_PAYLOAD_LENGTH, header->payload_length);
-    put_u64(blob + AT_TOKEN_HASH, checksum_both_ways(sum, fed, 4 * n_fed));
-    put_u32(blob + AT_N_TOKENS, (uint32_t)n_fed);
+    put_u64(blob + AT_TOKEN_HASH, checksum_both_ways(sum, fed, 4 * (size_t)header->n_tokens));
+    put_u32(blob + AT_N_TOKENS, header->n_tokens);
     memcpy(blob + AT_MODEL, header->identity.model, MODEL_ROOM);
     memcpy(blob + AT_BUILD, header->identity.build, strlen(header->identity.build));
-    memcpy(blob + HEADER_LENGTH, fed, 4 * n_fed);
-    size_t n_bytes = (size_t)(blob_start(n_fed) + header->payload_length);
+    put_u32(blob + AT_START, header->start);
+    memcpy(blob + HEADER_LENGTH, fed + 4 * (size_t)header->start, 4 * n_ids);
+    size_t n_bytes = (size_t)(blob_start(n_ids) + header->payload_length);
     put_u32(blob + AT_CHECKSUM, blob_checksum(sum, blob, n_bytes));
+}
+
+/* --- a slice ----------------------------------------------------------------------------------- */
+
+bool slice_check(const uint8_t *payload, uint64_t n_bytes, uint32_t n_rows, const uint8_t *empty,
+                 size_t n_empty, struct outcome *outcome)
+{
+    /* magic, sequence id, streams, cells: of a sliding window the first section holds every row */
+    if (n_bytes < SEQUENCE_PREFIX + n_empty || get_u32(payload + 8) != 1 ||
+        get_u32(payload + 12) != n_rows) {
+        return fail(outcome, FAULT_REFUSED, "payload",
+                    "the saved rows are not %" PRIu32 " rows of one stream", n_rows);
+    }
+    if (n_empty > 8 && memcmp(payload + n_bytes - (n_empty - 8), empty + 8, n_empty - 8) != 0) {
+        return fail(outcome, FAULT_REFUSED, "payload",
+                    "the saved rows come with a recurrent state, or with none at all");
+    }
+    return true;
 }
 
 /* --- the recurrent section --------------------------------------------------------------------- */

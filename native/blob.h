@@ -1,5 +1,5 @@
 /* The saved form of a sequence: header, token ids, llama.cpp's bytes. What each byte means is drawn
- * in orchestrator/runtime/seqstate_ctypes.py, the specification. Knows neither Python nor llama.cpp.
+ * in orchestrator/runtime/seqstate_format.py, the specification. Knows neither Python nor llama.cpp.
  */
 #ifndef SEQSTATE_BLOB_H
 #define SEQSTATE_BLOB_H
@@ -12,11 +12,15 @@ enum {
     FORMAT_VERSION = 1,
     BUILD_ROOM = 128,
     MODEL_ROOM = 32,
-    TENSOR_ENTRY = 12, /* ggml type, bytes */
-    STATE_PREFIX = 20, /* cells, position, sequence ids, transposed, layers */
+    TENSOR_ENTRY = 12,    /* ggml type, bytes */
+    SEQUENCE_PREFIX = 16, /* magic, sequence id, streams, cells */
+    STATE_PREFIX = 20,    /* cells, position, sequence ids, transposed, layers */
 };
 
 enum memory_kind { MEMORY_ATTENTION = 1, MEMORY_HYBRID = 2, MEMORY_RECURRENT = 3 };
+
+/* What is saved: the recurrent state alone, everything, or a slice of the rows alone. */
+enum blob_form { FORM_STATE = 0, FORM_WHOLE = 1, FORM_ROWS = 2 };
 
 struct identity {
     char build[BUILD_ROOM + 1];
@@ -27,11 +31,13 @@ struct identity {
 /* "n_layer", "n_ctx", "flash_attn", "unified", "type_k", "type_v"; the third and fourth are truths. */
 extern const char *const identity_fields[6];
 
+/* The blob has the ids of [start, n_tokens); start is 0 but for a slice. */
 struct header {
     uint32_t version;
-    bool rows;
+    enum blob_form form;
     enum memory_kind memory;
     struct identity identity;
+    uint32_t start;
     uint32_t n_tokens;
     uint64_t token_hash;
     uint64_t payload_length;
@@ -47,10 +53,17 @@ struct layout {
 };
 
 const char *memory_name(enum memory_kind kind);
+const char *form_name(enum blob_form form);
 
-static inline uint64_t blob_start(uint64_t n_tokens)
+/* Where the payload begins behind a header and so many ids. */
+static inline uint64_t blob_start(uint64_t n_ids)
 {
-    return HEADER_LENGTH + 4 * n_tokens;
+    return HEADER_LENGTH + 4 * n_ids;
+}
+
+static inline uint32_t header_n_ids(const struct header *header)
+{
+    return header->n_tokens - header->start;
 }
 
 /* Reads `head` (at least min(n_bytes, HEADER_LENGTH) bytes) of a blob of `n_bytes`; false with a
@@ -66,14 +79,24 @@ bool blob_verify(struct header *header, const struct checksum *sum, const uint8_
 bool blob_belongs(const struct header *header, enum memory_kind kind, const struct identity *here,
                   struct outcome *outcome);
 
-/* Refuses token ids that are not those in the blob. */
-bool blob_compare_tokens(const uint8_t *blob, const struct header *header, const uint8_t *fed,
-                         size_t n_fed, struct outcome *outcome);
+/* Refuses a state of another form. */
+bool blob_demand_form(const struct header *header, enum blob_form wanted, struct outcome *outcome);
 
-/* Writes header and token ids in front of a payload that is already in place. Reads kind, identity,
- * rows and payload_length of `header`. */
+/* Refuses token ids that are not those the state was saved after; a slice looks at those up to its
+ * end. */
+bool blob_compare_tokens(const uint8_t *blob, const struct header *header,
+                         const struct checksum *sum, const uint8_t *fed, size_t n_fed,
+                         struct outcome *outcome);
+
+/* Writes header and token ids in front of a payload that is already in place. Reads form, memory,
+ * identity, start, n_tokens and payload_length of `header`; `fed` has the n_tokens ids. */
 void blob_seal(const struct header *header, const struct checksum *sum, uint8_t *blob,
-               const uint8_t *fed, size_t n_fed);
+               const uint8_t *fed);
+
+/* Refuses a payload that is not n_rows rows of one stream without a recurrent state; `empty` is
+ * llama.cpp's form of an empty recurrent half, of no length where there is none. */
+bool slice_check(const uint8_t *payload, uint64_t n_bytes, uint32_t n_rows, const uint8_t *empty,
+                 size_t n_empty, struct outcome *outcome);
 
 /* Learns the layout from llama.cpp's bytes of an empty sequence; leaves it unknown where they have
  * another form. False only for want of memory. */

@@ -935,36 +935,150 @@ end:
     return result;
 }
 
+/* --- saving in slices -------------------------------------------------------------------------- */
+
+static int parse_position(const struct module_state *state, PyObject *value, const char *name,
+                          uint32_t *position)
+{
+    int64_t number;
+    if (parse_number(state, value, name, 0, INT32_MAX, &number) < 0) {
+        return -1;
+    }
+    *position = (uint32_t)number;
+    return 0;
+}
+
+PyDoc_STRVAR(save_rows_doc, "save_rows(sequence, start, end, tokens, *, scratch)\n--\n\n"
+                            "The rows of positions [start, end) as bytes that restore_rows can "
+                            "verify.");
+
+static PyObject *Memory_save_rows(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"sequence", "start", "end", "tokens", "scratch", NULL};
+    Memory *self = (Memory *)object;
+    const struct module_state *state = state_of(object);
+    PyObject *id, *first, *last, *ids, *spare, *blob = NULL;
+    struct tokens tokens = {0};
+    struct slice slice = {0};
+    struct outcome outcome = {0};
+    bool done;
+
+    if (state == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO$O:save_rows", names, &id, &first, &last,
+                                     &ids, &spare) ||
+        parse_sequence(state, self, id, "sequence", &slice.sequence) < 0 ||
+        parse_position(state, first, "start", &slice.start) < 0 ||
+        parse_position(state, last, "end", &slice.end) < 0 ||
+        take_tokens(state, ids, &tokens) < 0 ||
+        parse_sequence(state, self, spare, "scratch", &slice.scratch) < 0 ||
+        claim(state, self) < 0) {
+        goto end;
+    }
+    slice.fed = tokens.bytes;
+    slice.n_fed = tokens.n_ids;
+    Py_BEGIN_ALLOW_THREADS
+    done = sequences_slice_begin(&self->all, &slice, &outcome);
+    Py_END_ALLOW_THREADS
+    if (done) {
+        blob = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)slice.size);
+        uint8_t *room = blob == NULL ? NULL : (uint8_t *)PyBytes_AS_STRING(blob);
+        Py_BEGIN_ALLOW_THREADS
+        done = sequences_slice_end(&self->all, &slice, room, &outcome);
+        Py_END_ALLOW_THREADS
+    }
+    yield_claim(self);
+    if (!done) {
+        Py_CLEAR(blob);
+        PyErr_Clear(); /* what went wrong with the memory matters more than a want of room */
+        raise(state, &outcome, NULL);
+    }
+end:
+    release_tokens(&tokens);
+    return blob;
+}
+
 /* --- restoring --------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(restore_doc, "restore(sequence, blob, tokens)\n--\n\n"
+PyDoc_STRVAR(restore_doc, "restore(sequence, blob, tokens, *, rows=None)\n--\n\n"
                           "Bring a saved state back; the number of tokens the sequence then holds.");
 
 static PyObject *Memory_restore(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"sequence", "blob", "tokens", NULL};
+    static char *names[] = {"sequence", "blob", "tokens", "rows", NULL};
     Memory *self = (Memory *)object;
     const struct module_state *state = state_of(object);
-    PyObject *id, *blob, *ids, *result = NULL;
+    PyObject *id, *blob, *ids, *with_rows = Py_None, *result = NULL;
     int32_t sequence;
+    bool rows = false;
     Py_buffer view = {0};
     struct tokens tokens = {0};
     struct outcome outcome = {0};
     bool done;
 
     if (state == NULL ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "OOO:restore", names, &id, &blob, &ids) ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "OOO|$O:restore", names, &id, &blob, &ids,
+                                     &with_rows) ||
         parse_sequence(state, self, id, "sequence", &sequence) < 0 ||
         take_tokens(state, ids, &tokens) < 0 || take_buffer(state, blob, "blob", 1, &view) < 0 ||
+        (with_rows != Py_None && parse_bool(with_rows, "rows", &rows) < 0) ||
         claim(state, self) < 0) {
         goto end;
     }
+    const struct restore given = {
+        .blob = view.buf,
+        .n_bytes = (size_t)view.len,
+        .fed = tokens.bytes,
+        .n_fed = tokens.n_ids,
+        .form = with_rows == Py_None ? -1 : rows ? FORM_WHOLE : FORM_STATE,
+    };
     Py_BEGIN_ALLOW_THREADS
-    done = sequences_restore(&self->all, sequence, view.buf, (size_t)view.len, tokens.bytes,
-                             tokens.n_ids, &outcome);
+    done = sequences_restore(&self->all, sequence, &given, &outcome);
     Py_END_ALLOW_THREADS
     yield_claim(self);
     result = done ? PyLong_FromSize_t(tokens.n_ids) : raise(state, &outcome, NULL);
+end:
+    PyBuffer_Release(&view);
+    release_tokens(&tokens);
+    return result;
+}
+
+PyDoc_STRVAR(restore_rows_doc, "restore_rows(sequence, start, blob, tokens, *, scratch)\n--\n\n"
+                               "Append a slice to a sequence of start rows; the number of rows it "
+                               "then holds.");
+
+static PyObject *Memory_restore_rows(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"sequence", "start", "blob", "tokens", "scratch", NULL};
+    Memory *self = (Memory *)object;
+    const struct module_state *state = state_of(object);
+    PyObject *id, *first, *blob, *ids, *spare, *result = NULL;
+    int32_t sequence, scratch;
+    uint32_t start, n_held = 0;
+    Py_buffer view = {0};
+    struct tokens tokens = {0};
+    struct outcome outcome = {0};
+    bool done;
+
+    if (state == NULL ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO$O:restore_rows", names, &id, &first,
+                                     &blob, &ids, &spare) ||
+        parse_sequence(state, self, id, "sequence", &sequence) < 0 ||
+        parse_position(state, first, "start", &start) < 0 || take_tokens(state, ids, &tokens) < 0 ||
+        take_buffer(state, blob, "blob", 1, &view) < 0 ||
+        parse_sequence(state, self, spare, "scratch", &scratch) < 0 || claim(state, self) < 0) {
+        goto end;
+    }
+    const struct restore given = {
+        .blob = view.buf,
+        .n_bytes = (size_t)view.len,
+        .fed = tokens.bytes,
+        .n_fed = tokens.n_ids,
+    };
+    Py_BEGIN_ALLOW_THREADS
+    done = sequences_append(&self->all, sequence, scratch, start, &given, &n_held, &outcome);
+    Py_END_ALLOW_THREADS
+    yield_claim(self);
+    result = done ? PyLong_FromUnsignedLong(n_held) : raise(state, &outcome, NULL);
 end:
     PyBuffer_Release(&view);
     release_tokens(&tokens);
@@ -1017,8 +1131,14 @@ static bool restore_from_file(struct sequences *all, int32_t sequence, const cha
         }
         return false;
     }
-    bool done = sequences_restore(all, sequence, blob, n_bytes, tokens->bytes, tokens->n_ids,
-                                  outcome);
+    const struct restore given = {
+        .blob = blob,
+        .n_bytes = n_bytes,
+        .fed = tokens->bytes,
+        .n_fed = tokens->n_ids,
+        .form = -1,
+    };
+    bool done = sequences_restore(all, sequence, &given, outcome);
     free(blob);
     return done;
 }
@@ -1077,10 +1197,10 @@ static PyObject *build_header(const struct module_state *state, const struct hea
         return NULL;
     }
     return PyObject_CallFunction(
-        state->header_type, "INsNIKKIy#", header->version, PyBool_FromLong(header->rows),
-        memory_name(header->memory), identity, header->n_tokens,
+        state->header_type, "IssNIIKKIy#", header->version, form_name(header->form),
+        memory_name(header->memory), identity, header->start, header->n_tokens,
         (unsigned long long)header->token_hash, (unsigned long long)header->payload_length,
-        header->checksum, (const char *)blob + HEADER_LENGTH, (Py_ssize_t)header->n_tokens * 4);
+        header->checksum, (const char *)blob + HEADER_LENGTH, (Py_ssize_t)header_n_ids(header) * 4);
 }
 
 PyDoc_STRVAR(describe_doc, "describe(blob)\n--\n\n"
@@ -1125,7 +1245,9 @@ static PyMethodDef memory_methods[] = {
     {"save", WITH_KEYWORDS(Memory_save), save_doc},
     {"save_into", WITH_KEYWORDS(Memory_save_into), save_into_doc},
     {"save_file", WITH_KEYWORDS(Memory_save_file), save_file_doc},
+    {"save_rows", WITH_KEYWORDS(Memory_save_rows), save_rows_doc},
     {"restore", WITH_KEYWORDS(Memory_restore), restore_doc},
+    {"restore_rows", WITH_KEYWORDS(Memory_restore_rows), restore_rows_doc},
     {"restore_file", WITH_KEYWORDS(Memory_restore_file), restore_file_doc},
     {NULL, NULL, 0, NULL},
 };
@@ -1219,7 +1341,7 @@ static int seqstate_exec(PyObject *module)
         module, "Identity", "build model n_layer n_ctx flash_attn unified type_k type_v");
     state->header_type = make_record(
         module, "Header",
-        "version rows memory identity n_tokens token_hash payload_length checksum tokens");
+        "version form memory identity start n_tokens token_hash payload_length checksum tokens");
     state->memory_type = PyType_FromModuleAndSpec(module, &memory_spec, NULL);
     if (state->identity_type == NULL || state->header_type == NULL || state->memory_type == NULL) {
         return -1;

@@ -396,9 +396,9 @@ end:
 static int64_t savable(const struct sequences *all, int32_t sequence, bool rows,
                        struct outcome *outcome)
 {
-    if (!rows && all->kind != MEMORY_HYBRID) {
-        fail(outcome, FAULT_ARGUMENT, NULL, "rows=False is for hybrid memory, this is %s",
-             memory_name(all->kind));
+    if (!rows && all->kind == MEMORY_RECURRENT) {
+        fail(outcome, FAULT_ARGUMENT, NULL,
+             "rows=False is for memory that has rows, this is recurrent");
         return -1;
     }
     struct positions held = sequences_positions(all, sequence);
@@ -414,42 +414,51 @@ static int64_t savable(const struct sequences *all, int32_t sequence, bool rows,
     return extent(all, sequence, held, outcome);
 }
 
-/* 0 after a failure. */
-static size_t payload_size(struct sequences *all, int32_t sequence, bool rows,
-                           struct outcome *outcome)
+static bool demand_held(int64_t held, int32_t sequence, size_t n_fed, struct outcome *outcome)
 {
-    size_t size = all->llama.get_size(all->context, sequence, rows ? WHOLE : STATE_ONLY);
-    if (size == 0) {
-        fail(outcome, FAULT_BACKEND, NULL,
-             "llama.cpp gives no state size for sequence %" PRId32, sequence);
+    if ((uint64_t)held == n_fed) {
+        return true;
     }
-    return size;
+    return fail(outcome, FAULT_ARGUMENT, NULL,
+                "%zu tokens were given, sequence %" PRId32 " holds %" PRId64, n_fed, sequence,
+                held);
+}
+
+/* Sets `size` to the bytes llama.cpp writes; none for attention without its rows. */
+static bool payload_size(struct sequences *all, int32_t sequence, bool rows, size_t *size,
+                         struct outcome *outcome)
+{
+    *size = 0;
+    if (!rows && all->kind == MEMORY_ATTENTION) {
+        return true;
+    }
+    *size = all->llama.get_size(all->context, sequence, rows ? WHOLE : STATE_ONLY);
+    if (*size != 0) {
+        return true;
+    }
+    return fail(outcome, FAULT_BACKEND, NULL,
+                "llama.cpp gives no state size for sequence %" PRId32, sequence);
 }
 
 size_t sequences_state_size(struct sequences *all, int32_t sequence, bool rows,
                             struct outcome *outcome)
 {
+    size_t payload = 0;
     int64_t held = savable(all, sequence, rows, outcome);
-    if (held < 0) {
+
+    if (held < 0 || !payload_size(all, sequence, rows, &payload, outcome)) {
         return 0;
     }
-    size_t payload = payload_size(all, sequence, rows, outcome);
-    return payload == 0 ? 0 : (size_t)blob_start((uint64_t)held) + payload;
+    return (size_t)blob_start((uint64_t)held) + payload;
 }
 
 bool sequences_save_size(struct sequences *all, struct save *save, struct outcome *outcome)
 {
+    size_t payload = 0;
     int64_t held = savable(all, save->sequence, save->rows, outcome);
-    if (held < 0) {
-        return false;
-    }
-    if ((uint64_t)held != save->n_fed) {
-        return fail(outcome, FAULT_ARGUMENT, NULL,
-                    "%zu tokens were given, sequence %" PRId32 " holds %" PRId64, save->n_fed,
-                    save->sequence, held);
-    }
-    size_t payload = payload_size(all, save->sequence, save->rows, outcome);
-    if (payload == 0) {
+
+    if (held < 0 || !demand_held(held, save->sequence, save->n_fed, outcome) ||
+        !payload_size(all, save->sequence, save->rows, &payload, outcome)) {
         return false;
     }
     save->size = (size_t)blob_start(save->n_fed) + payload;
@@ -461,36 +470,123 @@ bool sequences_save(struct sequences *all, const struct save *save, uint8_t *roo
 {
     size_t start = (size_t)blob_start(save->n_fed);
     struct header header = {
-        .rows = save->rows,
+        .form = save->rows ? FORM_WHOLE : FORM_STATE,
         .memory = all->kind,
         .identity = all->identity,
+        .n_tokens = (uint32_t)save->n_fed,
         .payload_length = save->size - start,
     };
 
-    if (!get(all, save->sequence, save->rows ? WHOLE : STATE_ONLY, room + start,
+    if ((save->rows || all->kind != MEMORY_ATTENTION) &&
+        !get(all, save->sequence, save->rows ? WHOLE : STATE_ONLY, room + start,
              save->size - start, outcome)) {
         return false;
     }
-    if (!layout_check(&all->layout, room + start, save->size - start, (uint32_t)save->n_fed,
-                      outcome)) {
+    if (!layout_check(&all->layout, room + start, save->size - start, header.n_tokens, outcome)) {
         return false;
     }
-    blob_seal(&header, all->sum, room, save->fed, save->n_fed);
+    blob_seal(&header, all->sum, room, save->fed);
+    return true;
+}
+
+/* --- saving in slices -------------------------------------------------------------------------- */
+
+static bool check_scratch(const struct sequences *all, int32_t sequence, int32_t scratch,
+                          struct outcome *outcome)
+{
+    if (all->kind == MEMORY_RECURRENT) {
+        return fail(outcome, FAULT_ARGUMENT, NULL,
+                    "rows can be moved where there are any, this memory is recurrent");
+    }
+    if (!all->identity.number[3]) {
+        return fail(outcome, FAULT_ARGUMENT, NULL,
+                    "rows can be moved in part only when the cells are unified");
+    }
+    if (sequence == scratch) {
+        return fail(outcome, FAULT_ARGUMENT, NULL, "sequence and scratch are both %" PRId32,
+                    sequence);
+    }
+    if (!is_empty(sequences_positions(all, scratch))) {
+        return fail(outcome, FAULT_ARGUMENT, NULL,
+                    "scratch sequence %" PRId32 " is not empty; clear it first", scratch);
+    }
+    return true;
+}
+
+bool sequences_slice_begin(struct sequences *all, struct slice *slice, struct outcome *outcome)
+{
+    size_t payload = 0;
+
+    if (!check_scratch(all, slice->sequence, slice->scratch, outcome)) {
+        return false;
+    }
+    int64_t held = savable(all, slice->sequence, true, outcome);
+    if (held < 0 || !demand_held(held, slice->sequence, slice->n_fed, outcome)) {
+        return false;
+    }
+    if (slice->start >= slice->end || slice->end > held) {
+        return fail(outcome, FAULT_ARGUMENT, NULL,
+                    "rows %" PRIu32 " to %" PRIu32 " are none of sequence %" PRId32
+                    ", which holds %" PRId64,
+                    slice->start, slice->end, slice->sequence, held);
+    }
+    all->llama.seq_cp(all->memory, slice->sequence, slice->scratch, (int32_t)slice->start,
+                      (int32_t)slice->end);
+    if ((all->kind == MEMORY_HYBRID && !strip(all, slice->scratch, outcome)) ||
+        !payload_size(all, slice->scratch, true, &payload, outcome)) {
+        return clear_after(all, slice->scratch, outcome);
+    }
+    slice->size = (size_t)blob_start(slice->end - slice->start) + payload;
+    return true;
+}
+
+bool sequences_slice_end(struct sequences *all, const struct slice *slice, uint8_t *room,
+                         struct outcome *outcome)
+{
+    uint32_t n_rows = slice->end - slice->start;
+    size_t start = (size_t)blob_start(n_rows);
+    struct header header = {
+        .form = FORM_ROWS,
+        .memory = all->kind,
+        .identity = all->identity,
+        .start = slice->start,
+        .n_tokens = slice->end,
+        .payload_length = slice->size - start,
+    };
+    bool done = true;
+
+    if (room != NULL) {
+        done = get(all, slice->scratch, WHOLE, room + start, slice->size - start, outcome) &&
+               slice_check(room + start, slice->size - start, n_rows, all->empty, all->empty_size,
+                           outcome);
+    }
+    if (!sequences_clear(all, slice->scratch, outcome) || !done) {
+        return false;
+    }
+    if (room != NULL) {
+        blob_seal(&header, all->sum, room, slice->fed);
+    }
     return true;
 }
 
 /* --- restoring --------------------------------------------------------------------------------- */
 
 /* Everything that can be told before llama.cpp sees a byte. */
-static bool check_fit(const struct sequences *all, struct header *header, const uint8_t *blob,
-                      size_t n_bytes, const uint8_t *fed, size_t n_fed, struct outcome *outcome)
+static bool check_fit(const struct sequences *all, struct header *header,
+                      const struct restore *given, struct outcome *outcome)
 {
-    if (!blob_verify(header, all->sum, blob, n_bytes, outcome)) {
+    if (!blob_verify(header, all->sum, given->blob, given->n_bytes, outcome)) {
         return false;
     }
+    if (given->form >= 0 || header->form == FORM_ROWS) {
+        enum blob_form wanted = given->form >= 0 ? (enum blob_form)given->form : FORM_WHOLE;
+        if (!blob_demand_form(header, wanted, outcome)) {
+            return false;
+        }
+    }
     return blob_belongs(header, all->kind, &all->identity, outcome) &&
-           blob_compare_tokens(blob, header, fed, n_fed, outcome) &&
-           layout_check(&all->layout, blob + blob_start(header->n_tokens),
+           blob_compare_tokens(given->blob, header, all->sum, given->fed, given->n_fed, outcome) &&
+           layout_check(&all->layout, given->blob + blob_start(header->n_tokens),
                         header->payload_length, header->n_tokens, outcome);
 }
 
@@ -499,7 +595,7 @@ static bool check_restored(struct sequences *all, int32_t sequence, const struct
 {
     int32_t last = (int32_t)header->n_tokens - 1;
 
-    if (!header->rows && sequences_positions(all, sequence).high < last) {
+    if (header->form == FORM_STATE && sequences_positions(all, sequence).high < last) {
         return fail(outcome, FAULT_REFUSED, "rows",
                     "sequence %" PRId32 " holds fewer rows than the %" PRIu32 " the state needs; "
                     "read the prompt again instead",
@@ -521,11 +617,13 @@ static bool check_restored(struct sequences *all, int32_t sequence, const struct
 static bool import(struct sequences *all, int32_t sequence, const struct header *header,
                    const uint8_t *payload, struct outcome *outcome)
 {
-    if (set(all, sequence, header->rows ? WHOLE : STATE_ONLY, payload,
-            (size_t)header->payload_length)) {
+    bool whole = header->form == FORM_WHOLE;
+
+    if ((!whole && all->kind == MEMORY_ATTENTION) ||
+        set(all, sequence, whole ? WHOLE : STATE_ONLY, payload, (size_t)header->payload_length)) {
         return check_restored(all, sequence, header, outcome);
     }
-    if (header->rows && all->kind != MEMORY_RECURRENT) {
+    if (whole && all->kind != MEMORY_RECURRENT) {
         return fail(outcome, FAULT_FULL, NULL,
                     "the pool has no %" PRIu32 " free cells for the saved state; "
                     "clear a sequence and try again",
@@ -535,25 +633,145 @@ static bool import(struct sequences *all, int32_t sequence, const struct header 
                 "llama.cpp refused the saved state; read the prompt again instead");
 }
 
-bool sequences_restore(struct sequences *all, int32_t sequence, const uint8_t *blob, size_t n_bytes,
-                       const uint8_t *fed, size_t n_fed, struct outcome *outcome)
+bool sequences_restore(struct sequences *all, int32_t sequence, const struct restore *given,
+                       struct outcome *outcome)
 {
     struct header header;
 
-    if (!check_fit(all, &header, blob, n_bytes, fed, n_fed, outcome)) {
+    if (!check_fit(all, &header, given, outcome)) {
         return clear_after(all, sequence, outcome);
     }
     bool empty = is_empty(sequences_positions(all, sequence));
-    if (header.rows && !empty) {
+    if (header.form == FORM_WHOLE && !empty) {
         return fail(outcome, FAULT_ARGUMENT, NULL,
                     "sequence %" PRId32 " is not empty; clear it first", sequence);
     }
-    if (!header.rows && empty) {
+    if (header.form == FORM_STATE && empty) {
         return fail(outcome, FAULT_ARGUMENT, NULL,
                     "sequence %" PRId32 " is empty, the state needs its rows there", sequence);
     }
-    if (!import(all, sequence, &header, blob + blob_start(header.n_tokens), outcome)) {
+    if (!import(all, sequence, &header, given->blob + blob_start(header.n_tokens), outcome)) {
         return clear_after(all, sequence, outcome);
     }
+    return true;
+}
+
+/* --- restoring in slices ----------------------------------------------------------------------- */
+
+/* Refuses a sequence of which it can be seen that it does not hold the rows [0, start). */
+static bool check_target(const struct sequences *all, int32_t sequence, uint32_t start,
+                         struct outcome *outcome)
+{
+    struct positions held = sequences_positions(all, sequence);
+    bool hybrid = all->kind == MEMORY_HYBRID;
+
+    if (start == 0 && !is_empty(held)) {
+        return fail(outcome, FAULT_ARGUMENT, NULL,
+                    "sequence %" PRId32 " is not empty; clear it first", sequence);
+    }
+    if (hybrid && held.high >= 0) {
+        return fail(outcome, FAULT_ARGUMENT, NULL,
+                    "sequence %" PRId32 " has its state at %" PRId32 "; clear it first", sequence,
+                    held.low);
+    }
+    if (hybrid && start > 0 && held.low < 0) {
+        return fail(outcome, FAULT_ARGUMENT, NULL,
+                    "sequence %" PRId32 " is empty, it lacks the rows before %" PRIu32, sequence,
+                    start);
+    }
+    if (held.high >= (int64_t)start) {
+        return fail(outcome, FAULT_ARGUMENT, NULL,
+                    "sequence %" PRId32 " holds rows to %" PRId32 ", a slice from %" PRIu32
+                    " on overlaps them",
+                    sequence, held.high, start);
+    }
+    return true;
+}
+
+/* A slice that belongs to this context, these tokens and this place. */
+static bool check_slice(const struct sequences *all, struct header *header, uint32_t start,
+                        const struct restore *given, struct outcome *outcome)
+{
+    if (!blob_verify(header, all->sum, given->blob, given->n_bytes, outcome) ||
+        !blob_demand_form(header, FORM_ROWS, outcome) ||
+        !blob_belongs(header, all->kind, &all->identity, outcome)) {
+        return false;
+    }
+    if (header->start != start) {
+        return fail(outcome, FAULT_REFUSED, "start",
+                    "the saved rows begin at %" PRIu32 ", needed are those from %" PRIu32,
+                    header->start, start);
+    }
+    return blob_compare_tokens(given->blob, header, all->sum, given->fed, given->n_fed, outcome) &&
+           slice_check(given->blob + blob_start(header_n_ids(header)), header->payload_length,
+                       header_n_ids(header), all->empty, all->empty_size, outcome);
+}
+
+/* Refuses rows of another place. A slice left behind by its window shows none at all. */
+static bool check_place(const struct sequences *all, struct positions held,
+                        const struct header *header, struct outcome *outcome)
+{
+    bool sound;
+
+    if (all->kind == MEMORY_HYBRID) {
+        sound = held.low >= (int64_t)header->start && held.high == -1;
+    } else {
+        sound = held.high < (int64_t)header->n_tokens &&
+                (held.high == -1 || held.low >= (int64_t)header->start);
+    }
+    if (sound) {
+        return true;
+    }
+    return fail(outcome, FAULT_REFUSED, "positions",
+                "the saved rows lie at (%" PRId32 ", %" PRId32 "), needed are %" PRIu32
+                " to %" PRIu32 "; read the prompt again instead",
+                held.low, held.high, header->start, header->n_tokens);
+}
+
+/* Brings the rows into the scratch sequence and lets the target share them. */
+static bool join(struct sequences *all, int32_t sequence, int32_t scratch,
+                 const struct header *header, const uint8_t *payload, struct outcome *outcome)
+{
+    if (!set(all, scratch, WHOLE, payload, (size_t)header->payload_length)) {
+        return fail(outcome, FAULT_FULL, NULL,
+                    "the pool has no %" PRIu32 " free cells for the saved rows; "
+                    "clear a sequence and try again",
+                    header_n_ids(header));
+    }
+    struct positions held = sequences_positions(all, scratch);
+    if (!check_place(all, held, header, outcome)) {
+        return false;
+    }
+    all->llama.seq_cp(all->memory, scratch, sequence, (int32_t)header->start,
+                      (int32_t)header->n_tokens);
+    if (!sequences_clear(all, scratch, outcome)) {
+        return false;
+    }
+    struct positions there = sequences_positions(all, sequence);
+    if (all->kind == MEMORY_HYBRID ? there.low >= 0
+                                   : (there.high == held.high || held.high < 0)) {
+        return true;
+    }
+    return fail(outcome, FAULT_BACKEND, NULL,
+                "sequence %" PRId32 " holds (%" PRId32 ", %" PRId32 ") after rows were added to it",
+                sequence, there.low, there.high);
+}
+
+bool sequences_append(struct sequences *all, int32_t sequence, int32_t scratch, uint32_t start,
+                      const struct restore *given, uint32_t *n_held, struct outcome *outcome)
+{
+    struct header header;
+
+    if (!check_scratch(all, sequence, scratch, outcome) ||
+        !check_target(all, sequence, start, outcome)) {
+        return false;
+    }
+    if (!check_slice(all, &header, start, given, outcome) ||
+        !join(all, sequence, scratch, &header, given->blob + blob_start(header_n_ids(&header)),
+              outcome)) {
+        sequences_clear(all, scratch, outcome);
+        return clear_after(all, sequence, outcome);
+    }
+    *n_held = header.n_tokens;
     return true;
 }

@@ -50,6 +50,18 @@ struct save {
     size_t size;
 };
 
+/* A request to save the rows [start, end): `fed` has 4 * n_fed bytes, all that the sequence was fed;
+ * `size` is set by sequences_slice_begin. */
+struct slice {
+    int32_t sequence;
+    int32_t scratch;
+    uint32_t start;
+    uint32_t end;
+    const uint8_t *fed;
+    size_t n_fed;
+    size_t size;
+};
+
 /* Completes an object whose calls, sum, context, n_sequences, kind and identity are set. What it
  * takes is released by sequences_release, after a failure too. */
 bool sequences_open(struct sequences *all, struct outcome *outcome);
@@ -78,9 +90,31 @@ bool sequences_save_size(struct sequences *all, struct save *save, struct outcom
 bool sequences_save(struct sequences *all, const struct save *save, uint8_t *room,
                     struct outcome *outcome);
 
-/* Restores a blob saved after the tokens `fed`; after a refusal or a full pool the sequence is
- * empty. */
-bool sequences_restore(struct sequences *all, int32_t sequence, const uint8_t *blob, size_t n_bytes,
-                       const uint8_t *fed, size_t n_fed, struct outcome *outcome);
+/* Makes the slice in the scratch sequence and sets its size; after a failure that one is empty. */
+bool sequences_slice_begin(struct sequences *all, struct slice *slice, struct outcome *outcome);
+
+/* Writes slice->size bytes to `room`, or nothing for NULL, and empties the scratch sequence. */
+bool sequences_slice_end(struct sequences *all, const struct slice *slice, uint8_t *room,
+                         struct outcome *outcome);
+
+/* What a restore is given: a blob and the tokens, and which form it is to have, -1 for any that
+ * makes a sequence complete. */
+struct restore {
+    const uint8_t *blob;
+    size_t n_bytes;
+    const uint8_t *fed;
+    size_t n_fed;
+    int form;
+};
+
+/* Restores a blob saved after these tokens; after a refusal or a full pool the sequence is empty. */
+bool sequences_restore(struct sequences *all, int32_t sequence, const struct restore *given,
+                       struct outcome *outcome);
+
+/* Appends the rows of a slice to a sequence of `start` rows and sets `n_held` to how many there are
+ * then. The scratch sequence is empty afterwards; after a refusal or a full pool the whole sequence
+ * is, too. */
+bool sequences_append(struct sequences *all, int32_t sequence, int32_t scratch, uint32_t start,
+                      const struct restore *given, uint32_t *n_held, struct outcome *outcome);
 
 #endif

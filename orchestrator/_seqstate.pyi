@@ -20,9 +20,10 @@ class Identity(NamedTuple):
 
 class Header(NamedTuple):
     version: int
-    rows: bool
+    form: str
     memory: str
     identity: Identity
+    start: int
     n_tokens: int
     token_hash: int
     payload_length: int
@@ -68,8 +69,31 @@ class SequenceMemory:
         *,
         rows: bool = True,
     ) -> int: ...
+    def save_rows(
+        self,
+        sequence: int,
+        start: int,
+        end: int,
+        tokens: Sequence[int] | ReadableBuffer,
+        *,
+        scratch: int,
+    ) -> bytes: ...
     def restore(
-        self, sequence: int, blob: ReadableBuffer, tokens: Sequence[int] | ReadableBuffer
+        self,
+        sequence: int,
+        blob: ReadableBuffer,
+        tokens: Sequence[int] | ReadableBuffer,
+        *,
+        rows: bool | None = None,
+    ) -> int: ...
+    def restore_rows(
+        self,
+        sequence: int,
+        start: int,
+        blob: ReadableBuffer,
+        tokens: Sequence[int] | ReadableBuffer,
+        *,
+        scratch: int,
     ) -> int: ...
     def restore_file(
         self, sequence: int, path: StrOrBytesPath, tokens: Sequence[int] | ReadableBuffer

@@ -3,7 +3,8 @@
 `FakeLlama` offers the nine functions as C function pointers and keeps llama.cpp's rules: cells
 shared by copies, one recurrent cell per sequence with copy on write, a state that cannot be cut,
 an import that empties its target first and may fail half-way, zeroing by multiplication (a NaN
-survives). Where llama.cpp would abort the process, it notes the call in `violations`.
+survives), a sliding window with a second cache of its own, which alone tells positions. Where
+llama.cpp would abort the process, it notes the call in `violations`.
 """
 
 from __future__ import annotations
@@ -52,6 +53,69 @@ class Row:
     sequences: set[int] = field(default_factory=set)
 
 
+@dataclass
+class Cache:
+    """The attention cells of all layers that look back equally far; `window` 0 is to the start."""
+
+    n_cells: int
+    window: int = 0
+    rows: list[Row] = field(default_factory=list)
+
+    def held(self, sequence: int) -> list[Row]:
+        return [row for row in self.rows if sequence in row.sequences]
+
+    def visible(self, sequence: int) -> list[Row]:
+        held = self.held(sequence)
+        if not self.window or not held:
+            return held
+        last = max(row.position for row in held)
+        return [row for row in held if last - row.position < self.window]
+
+    def add(self, sequence: int, position: int, data: bytes) -> None:
+        if len(self.rows) >= self.n_cells:
+            raise NoCells
+        self.rows.append(Row(position, data, {sequence}))
+
+    def remove(self, sequence: int, start: int, end: int) -> None:
+        for row in self.held(sequence):
+            if start <= row.position < end:
+                row.sequences.discard(sequence)
+        self.rows = [row for row in self.rows if row.sequences]
+
+    def share(self, source: int, target: int, start: int, end: int) -> None:
+        for row in self.held(source):
+            if start <= row.position < end:
+                row.sequences.add(target)
+
+    def bounds(self, sequence: int) -> tuple[int, int]:
+        positions = [row.position for row in self.held(sequence)]
+        return min(positions, default=-1), max(positions, default=-1)
+
+    def written(self, sequence: int) -> list[bytes]:
+        rows = self.visible(sequence)
+        parts = [struct.pack("<II", 1, len(rows))]
+        parts += [struct.pack("<iIi", row.position, 1, sequence) for row in rows]
+        for half in range(2 if rows else 0):
+            parts.append(struct.pack("<iQ", 1, ROW_BYTES))
+            parts += [row.data[half * ROW_BYTES : (half + 1) * ROW_BYTES] for row in rows]
+        return parts
+
+    def read(self, sequence: int, reader: Reader) -> None:
+        _, n_rows = reader.take("<II")
+        if not n_rows:
+            return
+        self.remove(sequence, 0, 2**31)
+        if len(self.rows) + n_rows > self.n_cells:
+            raise NoCells
+        positions = [reader.take("<iIi")[0] for _ in range(n_rows)]
+        halves = []
+        for _ in range(2):
+            reader.take("<iQ")
+            halves.append([reader.raw(ROW_BYTES) for _ in range(n_rows)])
+        for position, key, value in zip(positions, *halves, strict=True):
+            self.rows.append(Row(position, key + value, {sequence}))
+
+
 class FakeLlama:
     """A context of one kind of memory; `functions` and `context` are what SequenceMemory wants."""
 
@@ -67,9 +131,9 @@ class FakeLlama:
         self.has_rows = memory != "recurrent"
         self.has_state = memory != "attention"
         self.n_sequences = n_sequences
-        self.n_cells = n_cells
-        self.window = window
-        self.rows: list[Row] = []
+        self.caches = [Cache(n_cells)] if self.has_rows else []
+        if window:
+            self.caches.append(Cache(n_cells, window))
         self.state_rows = state_rows
         self.states = np.zeros((n_sequences, sum(state_rows)), np.float32)
         self.state_position = [-1] * n_sequences
@@ -98,13 +162,16 @@ class FakeLlama:
 
         return call
 
+    @property
+    def rows(self) -> list[Row]:
+        return self.caches[0].rows
+
     # -- what a test does --
 
     def decode(self, sequence: int, tokens: Sequence[int]) -> None:
         for token in tokens:
             position = self.length(sequence)
-            if self.has_rows:
-                self._add_row(sequence, position, token)
+            self._add_row(sequence, position, token)
             if self.has_state:
                 self._advance(sequence, position, token)
 
@@ -112,20 +179,21 @@ class FakeLlama:
         cell = self.tail[sequence]
         if cell is not None:
             return self.state_position[cell] + 1
-        return 1 + max((row.position for row in self._held(sequence)), default=-1)
+        return 1 + self.caches[0].bounds(sequence)[1] if self.caches else 0
 
     def logits(self, sequence: int) -> str:
         """A hash of everything a next token would depend on."""
         digest = hashlib.blake2b()
-        for row in sorted(self._held(sequence), key=lambda row: row.position):
-            digest.update(struct.pack("<i", row.position) + row.data)
+        for cache in self.caches:
+            for row in sorted(cache.visible(sequence), key=lambda row: row.position):
+                digest.update(struct.pack("<i", row.position) + row.data)
         cell = self.tail[sequence]
         if cell is not None:
             digest.update(self.states[cell].tobytes())
         return digest.hexdigest()
 
     def row_positions(self, sequence: int) -> list[int]:
-        return sorted(row.position for row in self._held(sequence))
+        return sorted(row.position for row in self.caches[0].held(sequence))
 
     def poison(self, sequence: int) -> None:
         cell = self.tail[sequence]
@@ -134,28 +202,11 @@ class FakeLlama:
 
     # -- attention --
 
-    def _held(self, sequence: int) -> list[Row]:
-        return [row for row in self.rows if sequence in row.sequences]
-
     def _add_row(self, sequence: int, position: int, token: int) -> None:
-        if len(self.rows) >= self.n_cells:
-            raise NoCells
         key = struct.pack("<ii", position, token)
         data = hashlib.blake2b(key, digest_size=2 * ROW_BYTES).digest()
-        self.rows.append(Row(position, data, {sequence}))
-
-    def _remove_rows(self, sequence: int, p0: int, p1: int) -> None:
-        for row in self._held(sequence):
-            if p0 <= row.position < p1:
-                row.sequences.discard(sequence)
-        self.rows = [row for row in self.rows if row.sequences]
-
-    def _visible(self, sequence: int) -> list[Row]:
-        held = self._held(sequence)
-        if not self.window or not held:
-            return held
-        last = max(row.position for row in held)
-        return [row for row in held if last - row.position < self.window]
+        for cache in self.caches:
+            cache.add(sequence, position, data)
 
     # -- recurrent --
 
@@ -207,9 +258,8 @@ class FakeLlama:
         if self._bad("seq_cp", source, target):
             return
         end = p1 if p1 >= 0 else 2**31
-        for row in self._held(source):
-            if max(p0, 0) <= row.position < end:
-                row.sequences.add(target)
+        for cache in self.caches:
+            cache.share(source, target, max(p0, 0), end)
         if self.has_state:
             self._drop_state(target)
             self.tail[target] = self.tail[source]
@@ -225,14 +275,12 @@ class FakeLlama:
                 return False
             if start <= position < end:
                 self._drop_state(sequence)
-        self._remove_rows(sequence, start, end)
+        for cache in self.caches:
+            cache.remove(sequence, start, end)
         return True
 
     def _bounds(self, sequence: int) -> list[tuple[int, int]]:
-        bounds = []
-        if self.has_rows:
-            positions = [row.position for row in self._held(sequence)]
-            bounds.append((min(positions, default=-1), max(positions, default=-1)))
+        bounds = [self.caches[-1].bounds(sequence)] if self.has_rows else []
         if self.has_state:
             cell = self.tail[sequence]
             bounds.append((-1, -1) if cell is None else (self.state_position[cell],) * 2)
@@ -249,7 +297,8 @@ class FakeLlama:
         return min(high for _, high in self._bounds(sequence))
 
     def memory_clear(self, _: int, data: bool) -> None:
-        self.rows = []
+        for cache in self.caches:
+            cache.rows = []
         self.tail = [None] * self.n_sequences
         self.head = 0
         if data:
@@ -288,12 +337,8 @@ class FakeLlama:
     def _written(self, sequence: int, flags: int) -> bytes:
         parts = [struct.pack("<Ii", MAGIC, sequence)]
         if self.has_rows and not (flags and self.has_state):
-            rows = self._visible(sequence)
-            parts.append(struct.pack("<II", 1, len(rows)))
-            parts += [struct.pack("<iIi", row.position, 1, sequence) for row in rows]
-            for half in range(2 if rows else 0):
-                parts.append(struct.pack("<iQ", 1, ROW_BYTES))
-                parts += [row.data[half * ROW_BYTES : (half + 1) * ROW_BYTES] for row in rows]
+            for cache in self.caches:
+                parts += cache.written(sequence)
         if self.has_state:
             parts += self._written_state(self.tail[sequence])
         return b"".join(parts)
@@ -316,28 +361,14 @@ class FakeLlama:
         if reader.take("<Ii")[0] != MAGIC:
             raise ValueError
         if self.has_rows and not (flags and self.has_state):
-            self._read_rows(sequence, reader)
+            for cache in self.caches:
+                cache.read(sequence, reader)
         if self.refuse_imports:
             self.refuse_imports -= 1
             return 0
         if self.has_state:
             self._read_state(sequence, reader)
         return reader.at
-
-    def _read_rows(self, sequence: int, reader: Reader) -> None:
-        _, n_rows = reader.take("<II")
-        if not n_rows:
-            return
-        self._remove_rows(sequence, 0, 2**31)
-        if len(self.rows) + n_rows > self.n_cells:
-            raise NoCells
-        positions = [reader.take("<iIi")[0] for _ in range(n_rows)]
-        halves = []
-        for _ in range(2):
-            reader.take("<iQ")
-            halves.append([reader.raw(ROW_BYTES) for _ in range(n_rows)])
-        for position, key, value in zip(positions, *halves, strict=True):
-            self.rows.append(Row(position, key + value, {sequence}))
 
     def _read_state(self, sequence: int, reader: Reader) -> None:
         (n_cells,) = reader.take("<I")

@@ -399,7 +399,7 @@ def test_every_way_to_save_writes_the_same_bytes(open_fake: Any, kind: str, tmp_
 def test_both_implementations_write_the_same_bytes_and_say_the_same_of_them() -> None:
     modules: list[Any] = list(IMPLEMENTATIONS.values())
     for kind in KINDS:
-        for rows in (True, False) if kind == "hybrid" else (True,):
+        for rows in (True,) if kind == "recurrent" else (True, False):
             blobs = []
             for module in modules:
                 fake = FakeLlama(kind)
@@ -428,7 +428,8 @@ def test_a_saved_state_describes_itself(open_fake: Any, implementation: Any) -> 
     blob = memory.save(0, PROMPT, rows=False)
     header = implementation.describe(blob)
     assert header.identity == identity_of(implementation)
-    assert (header.version, header.rows, header.memory, header.n_tokens) == (1, False, "hybrid", 12)
+    assert (header.version, header.form, header.memory) == (1, "state", "hybrid")
+    assert (header.start, header.n_tokens) == (0, 12)
     assert header.tokens == array.array("i", PROMPT).tobytes()
     assert 256 + 4 * 12 + header.payload_length == len(blob)
     assert resealed(blob) == blob
@@ -497,12 +498,40 @@ def test_rows_without_a_state_are_no_checkpoint(open_fake: Any) -> None:
             memory.save(0, PROMPT, rows=rows)
 
 
-@pytest.mark.parametrize("kind", ["attention", "recurrent"])
-def test_a_state_without_rows_is_for_hybrids(open_fake: Any, kind: str) -> None:
-    fake, memory = open_fake(kind)
+def test_a_state_without_rows_is_for_memory_that_has_rows(open_fake: Any) -> None:
+    fake, memory = open_fake("recurrent")
     fake.decode(0, PROMPT)
-    with pytest.raises(InvalidArgument, match=kind):
+    with pytest.raises(InvalidArgument, match="this is recurrent"):
         memory.save(0, PROMPT, rows=False)
+
+
+def test_of_attention_a_state_without_rows_is_empty_and_only_checks(open_fake: Any) -> None:
+    fake, memory = open_fake("attention")
+    fake.decode(0, PROMPT)
+    blob = memory.save(0, PROMPT, rows=False)
+    assert len(blob) == memory.state_size(0, rows=False) == 256 + 4 * 12
+    before = fake.logits(0)
+    assert memory.restore(0, blob, PROMPT) == 12
+    assert fake.logits(0) == before
+    assert refused_field(lambda: memory.restore(0, blob, [*PROMPT[:-1], 99])) == "tokens"
+    fake.decode(1, PROMPT[:11])
+    assert refused_field(lambda: memory.restore(1, blob, PROMPT)) == "rows"
+    assert memory.positions(1) == (-1, -1)
+    fake.decode(2, [*PROMPT, 1])
+    assert refused_field(lambda: memory.restore(2, blob, PROMPT)) == "positions"
+
+
+def test_a_state_of_another_form_than_asked_for_is_refused(open_fake: Any) -> None:
+    for kind in ("attention", "hybrid"):
+        fake, memory = open_fake(kind)
+        fake.decode(0, PROMPT)
+        whole, state = memory.save(0, PROMPT), memory.save(0, PROMPT, rows=False)
+        rows = memory.save_rows(0, 0, 12, PROMPT, scratch=5)
+        for blob, wanted in ((whole, False), (state, True), (rows, True), (rows, None)):
+            act = partial(memory.restore, 1, blob, PROMPT, rows=wanted)
+            assert refused_field(act) == "form"
+        assert memory.restore(1, whole, PROMPT, rows=True) == 12
+        assert memory.restore(1, state, PROMPT, rows=False) == 12
 
 
 def test_a_state_with_rows_wants_an_empty_sequence_and_one_without_wants_rows(
@@ -605,6 +634,383 @@ def test_a_state_that_is_not_finite_is_neither_saved_nor_restored(open_fake: Any
             assert memory.positions(1) == (-1, -1)
 
 
+# --- in slices ------------------------------------------------------------------------------------
+
+SLICED = (("attention", 0), ("attention", 5), ("hybrid", 0))  # with the window
+SCRATCH = 5
+
+
+@pytest.fixture(params=SLICED, ids=("attention", "window", "hybrid"))
+def sliced(request: pytest.FixtureRequest, open_fake: Any) -> tuple[FakeLlama, Any]:
+    """A memory with rows whose sequence 0 holds the prompt; 5 serves as scratch sequence."""
+    kind, window = request.param
+    fake, memory = open_fake(kind, window=window)
+    fake.decode(0, PROMPT)
+    return fake, memory
+
+
+def taken(memory: Any, sequence: int, cuts: list[int], tokens: list[int] = PROMPT) -> list[bytes]:
+    """The rows in slices from cut to cut, and the state."""
+    blobs = [
+        memory.save_rows(sequence, start, end, tokens, scratch=SCRATCH)
+        for start, end in itertools.pairwise(cuts)
+    ]
+    return [*blobs, memory.save(sequence, tokens, rows=False)]
+
+
+def put(memory: Any, sequence: int, cuts: list[int], blobs: list[bytes]) -> None:
+    """Bring back what `taken` gave."""
+    for (start, end), blob in zip(itertools.pairwise(cuts), blobs[:-1], strict=True):
+        assert memory.restore_rows(sequence, start, blob, PROMPT, scratch=SCRATCH) == end
+    assert memory.restore(sequence, blobs[-1], PROMPT, rows=False) == len(PROMPT)
+
+
+def everything(fake: FakeLlama) -> tuple[list[str], list[int]]:
+    """What all sequences hold, and how many cells that takes."""
+    held = [fake.logits(sequence) for sequence in range(fake.n_sequences)]
+    return held, [len(cache.rows) for cache in fake.caches]
+
+
+@pytest.mark.parametrize("cuts", [[0, 12], [0, 1, 12], [0, 11, 12], [0, 3, 4, 9, 12], [*range(13)]])
+def test_slices_of_any_sizes_make_up_the_whole(
+    sliced: tuple[FakeLlama, Any], cuts: list[int]
+) -> None:
+    fake, memory = sliced
+    fake.decode(2, REPLY)
+    before = everything(fake)
+    blobs = taken(memory, 0, cuts)
+    assert everything(fake) == before
+    fake.decode(0, REPLY)
+    expected = fake.logits(0)
+    memory.clear(0)
+    put(memory, 3, cuts, blobs)
+    assert memory.positions(SCRATCH) == (-1, -1)
+    fake.decode(3, REPLY)
+    assert fake.logits(3) == expected
+    assert fake.row_positions(3) == list(range(15))
+    assert fake.logits(2) == before[0][2]
+
+
+def test_a_sequence_that_was_restored_can_be_sliced_otherwise_and_again(
+    sliced: tuple[FakeLlama, Any],
+) -> None:
+    fake, memory = sliced
+    expected = fake.logits(0)
+    memory.restore(1, memory.save(0, PROMPT), PROMPT)
+    for cuts in ([0, 2, 7, 12], [0, 6, 12], [0, 1, 2, 12]):
+        put(memory, 2, cuts, taken(memory, 1, cuts))
+        assert fake.logits(2) == expected
+        memory.clear(1)
+        memory.copy(2, 1)
+        memory.clear(2)
+
+
+def test_other_lanes_go_on_between_two_slices(sliced: tuple[FakeLlama, Any]) -> None:
+    fake, memory = sliced
+    cuts = [0, 4, 8, 12]
+    blobs = taken(memory, 0, cuts)
+    expected = fake.logits(0)
+    memory.clear(0)
+    for (start, _), blob in zip(itertools.pairwise(cuts), blobs[:-1], strict=True):
+        fake.decode(2, [start])
+        memory.restore_rows(0, start, blob, PROMPT, scratch=SCRATCH)
+    fake.decode(2, [8])
+    memory.restore(0, blobs[-1], PROMPT)
+    fake.decode(3, [0, 4, 8, 8])
+    assert fake.logits(0) == expected
+    assert fake.logits(2) == fake.logits(3)
+
+
+def test_a_slice_is_tied_to_every_token_before_it(sliced: tuple[FakeLlama, Any]) -> None:
+    _, memory = sliced
+    first, second = taken(memory, 0, [0, 4, 8])[:2]
+    other = [99, *PROMPT[1:]]
+    for tokens in (other, [*PROMPT[:5], 99], [*PROMPT[:6], 99, *PROMPT[7:]], PROMPT[:7]):
+        memory.restore_rows(1, 0, first, PROMPT, scratch=SCRATCH)
+        act = partial(memory.restore_rows, 1, 4, second, tokens, scratch=SCRATCH)
+        assert refused_field(act) == "tokens"
+        assert memory.positions(1) == (-1, -1)
+
+
+def test_a_slice_serves_every_sequence_that_begins_with_its_tokens(
+    sliced: tuple[FakeLlama, Any],
+) -> None:
+    fake, memory = sliced
+    head = memory.save_rows(0, 0, 8, PROMPT, scratch=SCRATCH)
+    longer = [*PROMPT[:8], *REPLY]
+    fake.decode(1, longer)
+    rest = memory.save_rows(1, 8, 11, longer, scratch=SCRATCH)
+    state = memory.save(1, longer, rows=False)
+    memory.restore_rows(2, 0, head, longer, scratch=SCRATCH)
+    memory.restore_rows(2, 8, rest, longer, scratch=SCRATCH)
+    memory.restore(2, state, longer)
+    assert fake.logits(2) == fake.logits(1)
+
+
+def test_a_slice_describes_itself(open_fake: Any, implementation: Any) -> None:
+    fake, memory = open_fake("hybrid")
+    fake.decode(0, PROMPT)
+    blob = memory.save_rows(0, 3, 9, PROMPT, scratch=SCRATCH)
+    header = implementation.describe(blob)
+    assert (header.form, header.start, header.n_tokens) == ("rows", 3, 9)
+    assert header.tokens == array.array("i", PROMPT[3:9]).tobytes()
+    fed = array.array("i", PROMPT[:9]).tobytes()
+    assert header.token_hash == zlib.crc32(fed) | zlib.crc32(fed[::-1]) << 32
+    assert 256 + 4 * 6 + header.payload_length == len(blob)
+
+
+def test_both_implementations_write_the_same_slices() -> None:
+    for kind, window in SLICED:
+        written = []
+        for module in IMPLEMENTATIONS.values():
+            fake = FakeLlama(kind, window=window)
+            fake_memory = memory_on(module, fake, kind)
+            fake.decode(2, PROMPT)
+            written.append(taken(fake_memory, 2, [0, 5, 12]))
+        assert written[0] == written[1]
+
+
+def test_rows_without_their_state_can_be_added_to_and_cleared_and_nothing_else(
+    open_fake: Any,
+) -> None:
+    fake, memory = open_fake("hybrid")
+    fake.decode(0, PROMPT)
+    first, second, state = taken(memory, 0, [0, 4, 12])
+    memory.restore_rows(1, 0, first, PROMPT, scratch=SCRATCH)
+    assert memory.positions(1) == (0, -1)
+    for act in each(
+        lambda: memory.save(1, PROMPT[:4]),
+        lambda: memory.save_rows(1, 0, 4, PROMPT[:4], scratch=SCRATCH),
+    ):
+        with pytest.raises(InvalidArgument, match="without a recurrent state"):
+            act()
+    memory.clear(1)
+    assert memory.restore_rows(1, 0, first, PROMPT, scratch=SCRATCH) == 4
+    memory.restore_rows(1, 4, second, PROMPT, scratch=SCRATCH)
+    memory.restore(1, state, PROMPT)
+    assert fake.logits(1) == fake.logits(0)
+
+
+def test_a_state_over_too_few_of_its_slices_is_refused(sliced: tuple[FakeLlama, Any]) -> None:
+    _, memory = sliced
+    first, _, state = taken(memory, 0, [0, 7, 12])
+    memory.restore_rows(1, 0, first, PROMPT, scratch=SCRATCH)
+    assert refused_field(lambda: memory.restore(1, state, PROMPT)) == "rows"
+    assert memory.positions(1) == (-1, -1)
+
+
+def test_slices_come_in_their_order_and_once(sliced: tuple[FakeLlama, Any]) -> None:
+    fake, memory = sliced
+    first, second = taken(memory, 0, [0, 6, 12])[:2]
+    for start, blob in ((0, second), (6, first)):
+        if start:
+            memory.restore_rows(1, 0, first, PROMPT, scratch=SCRATCH)
+        act = partial(memory.restore_rows, 1, start, blob, PROMPT, scratch=SCRATCH)
+        assert refused_field(act) == "start"
+        assert memory.positions(1) == (-1, -1)
+    memory.restore_rows(1, 0, first, PROMPT, scratch=SCRATCH)
+    before = everything(fake)
+    with pytest.raises(InvalidArgument, match="not empty"):
+        memory.restore_rows(1, 0, first, PROMPT, scratch=SCRATCH)
+    with pytest.raises(InvalidArgument):
+        memory.restore_rows(0, 0, first, PROMPT, scratch=SCRATCH)
+    with pytest.raises(InvalidArgument):
+        memory.restore_rows(0, 6, second, PROMPT, scratch=SCRATCH)
+    assert everything(fake) == before
+
+
+def test_a_slice_for_which_there_are_no_cells_leaves_the_whole_sequence_empty(
+    open_fake: Any,
+) -> None:
+    for kind, window in SLICED:
+        fake, memory = open_fake(kind, n_cells=30, window=window)
+        fake.decode(0, PROMPT)
+        first, second = taken(memory, 0, [0, 7, 12])[:2]
+        fake.decode(2, PROMPT[:7])
+        before = everything(fake)
+        memory.restore_rows(1, 0, first, PROMPT, scratch=SCRATCH)
+        with pytest.raises(PoolFull, match="5 free cells"):
+            memory.restore_rows(1, 7, second, PROMPT, scratch=SCRATCH)
+        assert everything(fake) == before
+        assert memory.positions(SCRATCH) == memory.positions(1) == (-1, -1)
+
+
+def test_half_an_import_of_a_slice_is_cleared_and_a_short_export_too(
+    sliced: tuple[FakeLlama, Any],
+) -> None:
+    fake, memory = sliced
+    first, second = taken(memory, 0, [0, 7, 12])[:2]
+    before = everything(fake)
+    memory.restore_rows(1, 0, first, PROMPT, scratch=SCRATCH)
+    fake.refuse_imports = 1
+    with pytest.raises(PoolFull):
+        memory.restore_rows(1, 7, second, PROMPT, scratch=SCRATCH)
+    assert everything(fake) == before
+    fake.short_exports = 1
+    with pytest.raises(BackendError, match="wrote"):
+        memory.save_rows(0, 0, 7, PROMPT, scratch=SCRATCH)
+    assert everything(fake) == before
+
+
+def test_a_slice_that_llama_cpp_would_not_strip_of_its_state_is_given_up(open_fake: Any) -> None:
+    fake, memory = open_fake("hybrid")
+    fake.decode(0, PROMPT)
+    before = everything(fake)
+    fake.refuse_imports = 1
+    with pytest.raises(BackendError, match="strip"):
+        memory.save_rows(0, 0, 7, PROMPT, scratch=SCRATCH)
+    assert everything(fake) == before
+
+
+@pytest.mark.parametrize(
+    ("sequence", "start", "end", "tokens", "scratch", "reason"),
+    [
+        (1, 0, 4, PROMPT, 5, "sequence 1 is empty"),
+        (0, 0, 4, PROMPT[:4], 5, "4 tokens were given, sequence 0 holds 12"),
+        (0, 4, 4, PROMPT, 5, "rows 4 to 4 are none"),
+        (0, 6, 4, PROMPT, 5, "rows 6 to 4 are none"),
+        (0, 0, 0, PROMPT, 5, "rows 0 to 0 are none"),
+        (0, 4, 13, PROMPT, 5, "which holds 12"),
+        (0, 12, 2**31 - 1, PROMPT, 5, "which holds 12"),
+        (0, 0, 4, PROMPT, 0, "both 0"),
+        (0, 0, 4, PROMPT, 2, "scratch sequence 2 is not empty"),
+        (0, -1, 4, PROMPT, 5, "start is -1"),
+        (0, 0, -1, PROMPT, 5, "end is -1"),
+        (0, 2**31, 4, PROMPT, 5, "start is 2147483648"),
+        (0, 0, 4, PROMPT, 6, "scratch is 6, allowed are 0 to 5"),
+        (0, 0, 4, PROMPT, -1, "scratch is -1"),
+        (6, 0, 4, PROMPT, 5, "sequence is 6"),
+    ],
+)
+def test_a_slice_that_makes_no_sense_is_not_saved(
+    sliced: tuple[FakeLlama, Any],
+    sequence: int,
+    start: int,
+    end: int,
+    tokens: list[int],
+    scratch: int,
+    reason: str,
+) -> None:
+    fake, memory = sliced
+    fake.decode(2, REPLY)
+    before = everything(fake)
+    with pytest.raises(InvalidArgument, match=reason):
+        memory.save_rows(sequence, start, end, tokens, scratch=scratch)
+    assert everything(fake) == before
+    assert "llama_memory_seq_cp" not in fake.calls
+
+
+@pytest.mark.parametrize(
+    ("sequence", "start", "scratch"),
+    [(1, 0, 1), (1, 0, 0), (1, 0, 6), (1, 0, -1), (6, 0, 5), (1, -1, 5), (1, 2**31, 5), (0, 0, 5)],
+)
+def test_a_slice_that_makes_no_sense_is_not_restored(
+    sliced: tuple[FakeLlama, Any], sequence: int, start: int, scratch: int
+) -> None:
+    fake, memory = sliced
+    blob = memory.save_rows(0, 0, 4, PROMPT, scratch=SCRATCH)
+    before = everything(fake)
+    fake.calls.clear()
+    with pytest.raises(InvalidArgument):
+        memory.restore_rows(sequence, start, blob, PROMPT, scratch=scratch)
+    assert everything(fake) == before
+    assert "llama_state_seq_set_data_ext" not in fake.calls
+
+
+def test_a_hybrid_takes_a_later_slice_only_after_the_rows_before_it(open_fake: Any) -> None:
+    fake, memory = open_fake("hybrid")
+    fake.decode(0, PROMPT)
+    second = memory.save_rows(0, 4, 12, PROMPT, scratch=SCRATCH)
+    with pytest.raises(InvalidArgument, match="lacks the rows before 4"):
+        memory.restore_rows(1, 4, second, PROMPT, scratch=SCRATCH)
+
+
+def test_a_recurrent_memory_and_separate_streams_have_no_slices(implementation: Any) -> None:
+    for kind, unified, reason in (("recurrent", True, "recurrent"), ("hybrid", False, "unified")):
+        fake = FakeLlama(kind)
+        memory = memory_on(implementation, fake, kind, unified=unified)
+        fake.decode(0, PROMPT)
+        for act in each(
+            partial(memory.save_rows, 0, 0, 4, PROMPT, scratch=SCRATCH),
+            partial(memory.restore_rows, 1, 0, b"", PROMPT, scratch=SCRATCH),
+        ):
+            with pytest.raises(InvalidArgument, match=reason):
+                act()
+        assert fake.violations == []
+
+
+def test_no_flipped_bit_of_a_slice_and_no_truncation_goes_unnoticed(
+    sliced: tuple[FakeLlama, Any],
+) -> None:
+    fake, memory = sliced
+    blob = memory.save_rows(0, 0, 5, PROMPT, scratch=SCRATCH)
+    fake.calls.clear()
+    forms = [blob[:length] for length in range(len(blob))]
+    for at in range(len(blob)):
+        damaged = bytearray(blob)
+        damaged[at] ^= 1 << at % 8
+        forms.append(bytes(damaged))
+    for form in forms:
+        with pytest.raises(StateRefused):
+            memory.restore_rows(1, 0, form, PROMPT, scratch=SCRATCH)
+    assert "llama_state_seq_set_data_ext" not in fake.calls
+
+
+def test_a_forged_slice_is_refused_for_what_it_holds(sliced: tuple[FakeLlama, Any]) -> None:
+    """Of two streams, of more rows or of none, or of the rows of another place."""
+    fake, memory = sliced
+    blob, shifted = taken(memory, 0, [0, 4, 8])[:2]
+    at = 256 + 4 * 4
+    for place, value in ((at + 8, 2), (at + 12, 5), (at + 12, 0)):
+        forged = bytearray(blob)
+        struct.pack_into("<I", forged, place, value)
+        act = partial(memory.restore_rows, 1, 0, resealed(bytes(forged)), PROMPT, scratch=SCRATCH)
+        assert refused_field(act) == "payload"
+    before = everything(fake)
+    moved = resealed(blob[:at] + shifted[at:])
+    with pytest.raises(BackendError):
+        memory.restore_rows(1, 0, moved, PROMPT, scratch=SCRATCH)
+    assert everything(fake) == before
+
+
+def test_a_slice_that_would_bring_a_state_along_is_refused(open_fake: Any) -> None:
+    fake, memory = open_fake("hybrid")
+    fake.decode(0, PROMPT)
+    forged = bytearray(memory.save(0, PROMPT))
+    struct.pack_into("<I", forged, 16, 2)
+    blob = resealed(bytes(forged))
+    act = partial(memory.restore_rows, 1, 0, blob, PROMPT, scratch=SCRATCH)
+    assert refused_field(act) == "payload"
+    assert memory.positions(1) == (-1, -1)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from(SLICED),
+    length=st.integers(1, 25),
+    inner=st.lists(st.integers(1, 24), max_size=8),
+    again=st.lists(st.integers(1, 24), max_size=4),
+)
+def test_any_slicing_of_any_slicing_is_the_same_sequence(
+    kind: tuple[str, int], length: int, inner: list[int], again: list[int]
+) -> None:
+    tokens = [(7 * i) % 50 for i in range(length)]
+    for module in IMPLEMENTATIONS.values():
+        fake = FakeLlama(kind[0], n_cells=80, window=kind[1])
+        memory = memory_on(module, fake, kind[0])
+        fake.decode(0, tokens)
+        expected = fake.logits(0)
+        for source, cuts in enumerate((inner, again)):
+            places = sorted({0, length, *(cut for cut in cuts if cut < length)})
+            blobs = taken(memory, source, places, tokens)
+            for start, blob in zip(places, blobs[:-1], strict=False):
+                memory.restore_rows(source + 1, start, blob, tokens, scratch=SCRATCH)
+            memory.restore(source + 1, blobs[-1], tokens, rows=False)
+            assert fake.logits(source + 1) == expected
+        assert len(fake.rows) == 3 * length
+        assert fake.violations == []
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -691,7 +1097,10 @@ def test_no_truncation_and_no_extension_goes_unnoticed(open_fake: Any) -> None:
         (0, "<8s", b"GGUF\3\0\0\0", "magic"),
         (8, "<I", 2, "version"),
         (12, "<I", 128, "header"),
-        (16, "<I", 2, "header"),
+        (16, "<I", 2, "form"),
+        (16, "<I", 3, "header"),
+        (232, "<I", 1, "length"),
+        (232, "<I", 2**32 - 1, "length"),
         (20, "<I", 0, "header"),
         (20, "<I", 9, "header"),
         (32, "<I", 7, "header"),
@@ -783,6 +1192,10 @@ NO_SEQUENCES: list[Any] = [
         lambda memory, id: memory.save_file(id, PROMPT, "nowhere"),
         lambda memory, id: memory.restore(id, b"", PROMPT),
         lambda memory, id: memory.restore_file(id, "nowhere", PROMPT),
+        lambda memory, id: memory.save_rows(id, 0, 4, PROMPT, scratch=5),
+        lambda memory, id: memory.save_rows(0, 0, 4, PROMPT, scratch=id),
+        lambda memory, id: memory.restore_rows(id, 0, b"", PROMPT, scratch=5),
+        lambda memory, id: memory.restore_rows(1, 0, b"", PROMPT, scratch=id),
     ],
 )
 def test_no_sequence_id_but_a_right_one_reaches_llama_cpp(open_fake: Any, call: Any) -> None:
@@ -798,11 +1211,18 @@ def test_no_sequence_id_but_a_right_one_reaches_llama_cpp(open_fake: Any, call: 
     assert fake.calls == []
 
 
-@pytest.mark.parametrize("call", ["copy", "cut"])
+@pytest.mark.parametrize("call", ["copy", "cut", "start", "end", "restored start"])
 def test_no_length_but_a_right_one_is_taken(open_fake: Any, call: str) -> None:
     fake, memory = open_fake("attention")
     fake.decode(0, PROMPT)
-    act = partial(memory.copy, 0, 1) if call == "copy" else partial(memory.cut, 0)
+    acts: dict[str, Callable[[Any], object]] = {
+        "copy": partial(memory.copy, 0, 1),
+        "cut": partial(memory.cut, 0),
+        "start": lambda value: memory.save_rows(0, value, 12, PROMPT, scratch=5),
+        "end": lambda value: memory.save_rows(0, 0, value, PROMPT, scratch=5),
+        "restored start": lambda value: memory.restore_rows(1, value, b"", PROMPT, scratch=5),
+    }
+    act = acts[call]
     for value in NOT_INTS:
         if value is None and call == "copy":
             continue
@@ -870,7 +1290,11 @@ def test_no_blob_but_bytes_is_taken(
     open_fake: Any, implementation: Any, blob: Any, error: type
 ) -> None:
     _, memory = open_fake("hybrid")
-    for act in each(lambda: memory.restore(0, blob, PROMPT), lambda: implementation.describe(blob)):
+    for act in each(
+        lambda: memory.restore(0, blob, PROMPT),
+        lambda: memory.restore_rows(0, 0, blob, PROMPT, scratch=5),
+        lambda: implementation.describe(blob),
+    ):
         with pytest.raises(error) as caught:
             act()
         assert type(caught.value) is error
@@ -904,6 +1328,10 @@ def test_a_buffer_is_free_again_after_a_refused_call(open_fake: Any) -> None:
         lambda: memory.restore(0, buffer, tokens),
         lambda: memory.save_into(0, tokens, buffer),
         lambda: memory.save(0, tokens, rows=3),
+        lambda: memory.restore(0, buffer, tokens, rows=3),
+        lambda: memory.save_rows(0, 0, 2, tokens, scratch=9),
+        lambda: memory.restore_rows(0, 0, buffer, tokens, scratch=9),
+        lambda: memory.restore_rows(0, 0, buffer, tokens, scratch=5),
     ):
         with pytest.raises((TypeError, InvalidArgument, StateRefused)):
             act()
@@ -919,6 +1347,9 @@ def test_rows_must_be_a_bool(open_fake: Any) -> None:
             memory.save(0, PROMPT, rows=value)
         with pytest.raises(TypeError, match="rows must be a bool"):
             memory.state_size(0, rows=value)
+        if value is not None:
+            with pytest.raises(TypeError, match="rows must be a bool"):
+                memory.restore(0, b"", PROMPT, rows=value)
 
 
 @pytest.mark.parametrize(
@@ -1053,6 +1484,8 @@ methods = st.sampled_from(
         ("save_into", 3),
         ("restore", 3),
         ("restore_file", 3),
+        ("save_rows", 5),
+        ("restore_rows", 5),
     ]
 )
 
@@ -1060,7 +1493,7 @@ methods = st.sampled_from(
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     kind=st.sampled_from(KINDS),
-    calls=st.lists(st.tuples(methods, st.lists(anything, min_size=3, max_size=3)), max_size=12),
+    calls=st.lists(st.tuples(methods, st.lists(anything, min_size=5, max_size=5)), max_size=12),
 )
 def test_no_arguments_whatever_harm_the_process_and_both_implementations_agree(
     kind: str, calls: list[tuple[tuple[str, int], list[Any]]]
@@ -1078,9 +1511,11 @@ def test_no_arguments_whatever_harm_the_process_and_both_implementations_agree(
 
 
 def outcome_of(memory: Any, name: str, arguments: list[Any]) -> Any:
+    """What a call gives or raises. The last of five arguments is the scratch sequence."""
     copied = [bytearray(a) if isinstance(a, bytearray) else a for a in arguments]
+    scratch = {"scratch": copied[4]} if len(copied) == 5 else {}
     try:
-        return getattr(memory, name)(*copied), copied
+        return getattr(memory, name)(*copied[:4], **scratch), copied
     except (InvalidArgument, TypeError, BackendError, StateRefused) as error:
         return type(error), str(error)
     except (OSError, ValueError) as error:
@@ -1175,6 +1610,7 @@ def test_a_call_from_within_llama_cpp_is_refused(open_fake: Any) -> None:
         lambda: memory.copy(0, 1),
         lambda: memory.positions(0),
         lambda: memory.save(0, PROMPT),
+        lambda: memory.save_rows(0, 0, 4, PROMPT, scratch=5),
     ):
         fake.on_call = call_back
         act()
@@ -1247,6 +1683,8 @@ def test_after_close_every_call_says_so(open_fake: Any) -> None:
         lambda: memory.save_file(0, PROMPT, "nowhere"),
         lambda: memory.restore(1, blob, PROMPT),
         lambda: memory.restore_file(1, "nowhere", PROMPT),
+        lambda: memory.save_rows(0, 0, 4, PROMPT, scratch=5),
+        lambda: memory.restore_rows(1, 0, blob, PROMPT, scratch=5),
     ):
         with pytest.raises(BackendError, match="closed"):
             act()
@@ -1319,13 +1757,20 @@ def test_thousands_of_calls_leak_neither_memory_nor_references(tmp_path: Path) -
         memory.copy(1, 2, 4)
         memory.clear(1)
         memory.scrub(2)
+        rows = memory.save_rows(0, 0, 5, PROMPT, scratch=5)
+        memory.restore_rows(1, 0, rows, tokens, scratch=5)
+        memory.clear(1)
         _seqstate.describe(blob)
+        _seqstate.describe(rows)
         for act in each(
             lambda: memory.restore(1, wrong, tokens),
             lambda: memory.save(0, [*PROMPT, "x"]),
             lambda: memory.save_into(0, tokens, bytearray(9)),
             lambda: memory.clear(77),
             lambda: memory.restore_file(1, tmp_path, tokens),
+            lambda: memory.save_rows(0, 0, 99, tokens, scratch=5),
+            lambda: memory.restore_rows(1, 0, blob, tokens, scratch=5),
+            lambda: memory.restore_rows(1, 0, wrong, [*PROMPT, "x"], scratch=5),
         ):
             with pytest.raises((InvalidArgument, StateRefused, TypeError)):
                 act()
@@ -1440,6 +1885,63 @@ def test_a_real_copy_goes_on_bit_for_bit(real: tuple[RealContext, Any]) -> None:
     expected = go_on(context, 0)
     context.lengths[3] = len(LONG)
     assert go_on(context, 3) == expected
+
+
+@pytest.mark.models
+@every(*ATTENTION, *HYBRIDS)
+def test_real_slices_go_on_bit_for_bit_as_the_whole_does(real: tuple[RealContext, Any]) -> None:
+    """A window of 64 too, with slices that are shorter and longer than it."""
+    context, memory = real
+    prefill(context, 0, LONG)
+    prefill(context, 2, LONG[:30])
+    lane = go_on(context, 2)
+    memory.clear(2)
+    state = memory.save(0, LONG, rows=False)
+    slicings = [
+        [
+            (start, memory.save_rows(0, start, end, LONG, scratch=7))
+            for start, end in itertools.pairwise(cuts)
+        ]
+        for cuts in ([0, 100], [0, 10, 90, 100], [0, 1, 2, 99, 100], [*range(0, 101, 20)])
+    ]
+    expected = go_on(context, 0)
+    memory.clear(0)
+    for slices in slicings:
+        context.lengths[2] = 0
+        prefill(context, 2, LONG[:30])
+        told: list[bytes] = []
+        for start, blob in slices:
+            memory.restore_rows(4, start, blob, LONG, scratch=7)
+            if len(told) < len(GO_ON):
+                told.append(context.decode(2, GO_ON[len(told)]).tobytes())
+        memory.restore(4, state, LONG, rows=False)
+        context.lengths[4] = len(LONG)
+        assert go_on(context, 4) == expected
+        assert told == lane[: len(told)]
+        memory.clear(2)
+        memory.clear(4)
+
+
+@pytest.mark.models
+@every("llama", "granitehybrid", "qwen35")
+def test_a_real_slice_for_which_there_are_no_cells_leaves_the_sequence_empty(
+    real: tuple[RealContext, Any],
+) -> None:
+    context, memory = real
+    prefill(context, 0, LONG)
+    blob = memory.save(0, LONG)
+    for target in (1, 2, 3):
+        memory.restore(target, blob, LONG)
+    slices = [memory.save_rows(0, start, start + 50, LONG, scratch=7) for start in (0, 50)]
+    for sequence in (4, 5):
+        if sequence == 5:
+            context.decode(6, LONG[:30])
+        memory.restore_rows(sequence, 0, slices[0], LONG, scratch=7)
+        if sequence == 5:
+            with pytest.raises(PoolFull, match="50 free cells"):
+                memory.restore_rows(sequence, 50, slices[1], LONG, scratch=7)
+            assert memory.positions(5) == memory.positions(7) == (-1, -1)
+        memory.clear(sequence)
 
 
 @pytest.mark.models
