@@ -5,6 +5,7 @@
     │   ├── InvalidArgument     a value outside its range
     │   ├── PromptTooLong       more tokens than a request may hold
     │   ├── TemplateError       the chat template refused the messages
+    │   ├── Busy                the queue is full; says when to ask again
     │   └── EngineClosed        the engine was closed before or during the request
     ├── ConfigError             the configuration's
     │   └── ModelFileError      a file that cannot be opened as a model
@@ -49,6 +50,23 @@ class PromptTooLong(RequestError):
 
 class TemplateError(RequestError):
     """The chat template is broken, or refused these messages in its own words."""
+
+
+class Busy(RequestError):
+    """The queue is full and nothing was queued.
+
+    Attributes: `waiting` requests, of at most `n_waiting`; `retry_after` in seconds, an estimate
+    of when there will be room.
+    """
+
+    def __init__(self, waiting: int, n_waiting: int, retry_after: float) -> None:
+        super().__init__(
+            f"{waiting} requests are waiting, the queue holds {n_waiting}; "
+            f"try again in {retry_after:.0f} s, or raise the length of the queue"
+        )
+        self.waiting = waiting
+        self.n_waiting = n_waiting
+        self.retry_after = retry_after
 
 
 class EngineClosed(RequestError):

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from orchestrator.engine.core import Core, Options
+from orchestrator.engine.lane import Lane
 from orchestrator.engine.request import GREEDY, Event, Finished, Outcome, Request
 from orchestrator.errors import OrchestratorError
 from orchestrator.runtime.protocol import Limits, MemoryKind
-from orchestrator.runtime.simulated import Cost, FailingRuntime, ManualClock
+from orchestrator.runtime.simulated import (
+    Cost,
+    FailingRuntime,
+    ManualClock,
+    SimulatedRuntime,
+)
 from orchestrator.text.bytes import ByteTokenizer
 
 KINDS: tuple[MemoryKind, ...] = ("hybrid", "recurrent", "attention", "windowed")
@@ -70,18 +76,68 @@ class Simulation:
 
     def check(self) -> None:
         """Assert what must hold between steps."""
-        pool, ledger = self.core._pool, self.core._memory.ledger
-        lanes = {lane.sequence: len(lane.fed) for lane in self.core._lanes}
-        kept = {c.sequence: c.length for c in pool.checkpoints}
-        assert len(kept) == len(pool.checkpoints), "two checkpoints in one sequence"
-        assert not lanes.keys() & kept.keys(), "a lane runs in a checkpoint's sequence"
-        held = lanes | kept
-        n_sequences = self.runtime.limits.n_sequences
-        assert pool.free_sequences == n_sequences - len(held)
-        for sequence in range(n_sequences):
-            assert self.runtime.length(sequence) == held.get(sequence, 0)
-            assert ledger.length(sequence) == held.get(sequence, 0)
-        assert ledger.used == self.runtime.used_cells
+        check(self.core, self.runtime)
+
+
+def check(core: Core, runtime: SimulatedRuntime) -> None:
+    """Assert that pool, ledger, mover and runtime say the same, and that every budget holds."""
+    keeper = core._keeper
+    pool, ledger, book = keeper.pool, keeper.memory.ledger, keeper.pool.book
+    lanes = {lane.sequence: lane for lane in core._lanes}
+    resident = {c.sequence: c for c in book.resident()}
+    assert len(resident) == len(list(book.resident())), "two checkpoints in one sequence"
+    assert len(lanes) == len(core._lanes), "two lanes in one sequence"
+    assert not lanes.keys() & resident.keys(), "a lane runs in a checkpoint's sequence"
+    n_sequences = runtime.limits.n_sequences
+    assert pool.free_sequences == n_sequences - len(lanes) - len(resident)
+    for sequence in range(n_sequences):
+        held = runtime.length(sequence)
+        assert ledger.length(sequence) == held
+        if sequence in resident:
+            assert held == resident[sequence].length
+        elif sequence in lanes:
+            assert not lanes[sequence].is_ready or held == lanes[sequence].fed
+        else:
+            assert held == 0
+    assert ledger.used == runtime.used_cells
+    check_budgets(core)
+    check_chats(core)
+
+
+def check_budgets(core: Core) -> None:
+    """Assert that what is exported fits, and that lanes alone pass the resident budget."""
+    keeper = core._keeper
+    pool, ledger = keeper.pool, keeper.memory.ledger
+    exported = list(pool.book.exported())
+    assert pool.book.exported_bytes == sum(c.n_bytes for c in exported) == keeper.mover.n_bytes
+    assert pool.book.exported_tokens == sum(c.length for c in exported)
+    assert pool.exported_bytes <= pool.budgets.exported_bytes or not exported
+    tokens = pool.budgets.exported_tokens
+    assert tokens is None or pool.exported_tokens <= tokens or not exported
+    cells = pool.budgets.resident_cells
+    if cells is not None and ledger.free is not None and ledger.used > cells:
+        movable = [c.sequence for c in pool.book.resident() if not c.leases]
+        sequences = [sequence for sequence in movable if sequence is not None]
+        assert not ledger.freed_by(sequences), "a checkpoint stays beyond the resident budget"
+
+
+def check_chats(core: Core) -> None:
+    """Assert that leases are those of what runs or waits, and that latest turns are current."""
+    keeper = core._keeper
+    holders = [lane.admission.seed.checkpoint for lane in core._lanes if _imports(lane)]
+    holders += [t.lane.parked for t in core._scheduler if t.lane and t.lane.parked]
+    holders += list(keeper.pool._moving)
+    for checkpoint in keeper.pool.checkpoints:
+        assert checkpoint.leases == holders.count(checkpoint)
+    for conversation, turn in keeper.pool.book.latest.items():
+        assert turn in keeper.pool.checkpoints
+        assert turn.kind == "turn"
+        assert turn.conversation == conversation
+        assert not turn.is_superseded
+
+
+def _imports(lane: Lane) -> bool:
+    return not lane.is_ready
 
 
 def cold(request: Request, memory: MemoryKind = "hybrid", *, end_every: int = 0) -> Outcome:

@@ -20,6 +20,7 @@ from orchestrator.errors import (
     PromptTooLong,
 )
 from orchestrator.pool.placement import RESEND_GAP
+from orchestrator.pool.pool import Budgets
 from orchestrator.runtime.protocol import MemoryKind
 from orchestrator.runtime.simulated import FailingRuntime
 
@@ -108,14 +109,20 @@ def test_a_reply_extended_verbatim_evaluates_only_what_is_new(memory: MemoryKind
 
 
 def test_a_long_chat_holds_the_checkpoints_of_one_turn() -> None:
-    simulation, chat = Simulation(n_sequences=31, options=Options(history=0)), Chat()
+    simulation, chat = (
+        Simulation(n_sequences=31, options=Options(budgets=Budgets(history=0))),
+        Chat(),
+    )
     for turn in range(30):
         chat.hear(simulation.ask(chat.turn(f"question {turn}")))
     assert simulation.core.occupancy().checkpoints == {"turn": 1, "resend": 1, "reply": 1}
 
 
 def test_history_keeps_what_a_chat_has_gone_past_within_its_budget() -> None:
-    simulation, chat = Simulation(n_sequences=31, options=Options(history=6)), Chat()
+    simulation, chat = (
+        Simulation(n_sequences=31, options=Options(budgets=Budgets(history=6))),
+        Chat(),
+    )
     asked = []
     for turn in range(10):
         asked.append(chat.turn(f"question {turn}"))
@@ -234,7 +241,7 @@ def test_a_cancelled_prefill_keeps_what_was_read(memory: MemoryKind) -> None:
     ticket, events = start(simulation, asked)
     for _ in range(3):
         simulation.core.step()
-    ticket.cancelled = True
+    ticket.cancel()
     simulation.run()
     last = events[-1]
     assert isinstance(last, Finished)
@@ -250,7 +257,7 @@ def test_a_cancelled_reply_keeps_what_it_said() -> None:
     ticket, events = start(simulation, asked)
     for _ in range(8):
         simulation.core.step()
-    ticket.cancelled = True
+    ticket.cancel()
     simulation.run()
     last = events[-1]
     assert isinstance(last, Finished)
@@ -265,7 +272,7 @@ def test_a_queued_request_is_cancelled_without_ever_running() -> None:
     simulation = Simulation()
     start(simulation, request("first", max_tokens=50))
     ticket, events = start(simulation, request("second"))
-    ticket.cancelled = True
+    ticket.cancel()
     simulation.core.step()
     last = events[-1]
     assert isinstance(last, Finished)
@@ -327,21 +334,22 @@ def test_a_runtime_that_does_not_hold_what_it_was_given_is_not_believed() -> Non
     simulation.runtime.__class__ = Forgetful
     simulation.runtime.forgets = True  # type: ignore[attr-defined]
     _, events = start(simulation, request("x" * 50))
-    simulation.core.step()
+    for _ in range(2):  # the copy of its checkpoint is refused first
+        simulation.core.step()
     assert isinstance(events[-1], DecodeFailed)
     simulation.runtime.forgets = False  # type: ignore[attr-defined]
     assert simulation.ask(request("x" * 50)).usage.cached_tokens == 0
 
 
-def test_a_lane_that_finds_no_cell_gives_way_and_the_others_go_on() -> None:
+def test_lanes_that_outgrow_the_pool_make_way_and_all_end_as_cold() -> None:
     simulation = Simulation(n_context=100, n_cells=100, options=Options(n_lanes=2))
-    asked = [request(f"{name} " + "q" * 40, max_tokens=30) for name in "ab"]
+    asked = [request(f"{name} " + "q" * 20, max_tokens=70) for name in "ab"]
     heard = [start(simulation, each)[1] for each in asked]
     simulation.run()
-    first, second = (events[-1] for events in heard)
-    assert isinstance(first, Finished)
-    assert first.outcome.tokens == cold(asked[0]).tokens
-    assert isinstance(second, PoolFull)
+    for each, events in zip(asked, heard, strict=True):
+        assert isinstance(events[-1], Finished)
+        assert events[-1].outcome.tokens == cold(each).tokens
+    assert simulation.core.counters.preempted == 0  # the second waits for room instead
 
 
 # ---- several at once ----------------------------------------------------------------------------
@@ -376,7 +384,7 @@ def test_whatever_happens_every_answer_is_the_cold_one(
     history: int,
     walk: list[tuple[str, int]],
 ) -> None:
-    options = Options(n_lanes=min(n_lanes, n_sequences), history=history)
+    options = Options(n_lanes=min(n_lanes, n_sequences), budgets=Budgets(history=history))
     simulation = Simulation(
         memory, n_sequences=n_sequences, n_context=80, n_cells=160, n_batch=8, options=options
     )
@@ -386,7 +394,7 @@ def test_whatever_happens_every_answer_is_the_cold_one(
             asked = _next(name, number, heard)
             heard.append((asked, *start(simulation, asked)))
         elif name == "cancel" and heard:
-            heard[number % len(heard)][1].cancelled = True
+            heard[number % len(heard)][1].cancel()
         elif name == "fail":
             simulation.runtime.fails_next = DecodeFailed("told to fail")
         for _ in range(number if name == "step" else 1):

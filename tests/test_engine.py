@@ -26,6 +26,7 @@ from orchestrator.errors import (
     OrchestratorError,
     PromptTooLong,
 )
+from orchestrator.pool.pool import Budgets
 from orchestrator.runtime.protocol import Chunk, Limits, Runtime
 from orchestrator.runtime.simulated import SimulatedRuntime
 
@@ -211,7 +212,7 @@ def test_many_threads_get_what_each_would_get_alone() -> None:
     prompts = [f"thread {number} says " + "z" * number for number in range(24)]
     with Engine.over(simulated, options=Options(checkpoints=False)) as alone:
         wanted = [alone.complete(p, sampling=GREEDY, max_tokens=8).outcome() for p in prompts]
-    with Engine.over(simulated, options=Options(n_lanes=3, history=2)) as engine:
+    with Engine.over(simulated, options=Options(n_lanes=3, budgets=Budgets(history=2))) as engine:
         with ThreadPoolExecutor(12) as pool:
             got = list(
                 pool.map(

@@ -9,7 +9,7 @@ from orchestrator.pool.checkpoint import Checkpoint, Kind, Stop
 from orchestrator.pool.index import pack
 from orchestrator.pool.ledger import Ledger
 from orchestrator.pool.placement import RESEND_GAP, place
-from orchestrator.pool.pool import Admission, Pool
+from orchestrator.pool.pool import Admission, Budgets, Claim, Pool
 
 
 class Hands:
@@ -24,18 +24,21 @@ class Hands:
         history: int = 0,
     ) -> None:
         self.ledger = Ledger(n_cells)
-        self.pool = Pool(n_sequences, self.ledger, divisible=divisible, history=history)
+        budgets = Budgets(history=history)
+        self.pool = Pool(n_sequences, self.ledger, divisible=divisible, budgets=budgets)
 
     def admit(self, prompt: str, turn: int = 0, conversation: str | None = None) -> Admission:
         """Give a prompt a lane; it must be possible."""
         path = pack(prompt.encode())
-        admission = self.pool.plan_admission(path, turn=turn, conversation=conversation)
+        claim = Claim(path, turn=turn, conversation=conversation)
+        admission = self.pool.plan_admission(claim)
         assert admission is not None
         self.evict(admission.evicted)
         seed = admission.seed
         if seed and admission.takes_over:
             self.ledger.cut(admission.sequence, seed.length)
         elif seed:
+            assert seed.checkpoint.sequence is not None
             self.ledger.copy(seed.checkpoint.sequence, admission.sequence, seed.length)
         self.pool.admitted(admission)
         return admission
@@ -54,6 +57,7 @@ class Hands:
         if keep is None:
             return None
         self.evict(keep.evicted)
+        assert keep.checkpoint.sequence is not None
         self.ledger.copy(admission.sequence, keep.checkpoint.sequence)
         self.pool.kept(keep)
         return keep.checkpoint
@@ -69,6 +73,7 @@ class Hands:
     def evict(self, checkpoints: tuple[Checkpoint, ...]) -> None:
         """Clear what leaves."""
         for checkpoint in checkpoints:
+            assert checkpoint.sequence is not None
             self.ledger.clear(checkpoint.sequence)
             self.pool.drop(checkpoint)
 
@@ -183,7 +188,7 @@ def test_superseded_checkpoints_leave_before_all_others() -> None:
     hands.admit("another")
     hands.admit("a third")
     assert {("turn", 10), ("resend", 19), ("reply", 21)} <= hands.kept()
-    assert ("reply", 13) not in hands.kept()  # older by use: the turn was started from
+    assert ("turn", 2) not in hands.kept()  # two tokens are sooner read again than eleven
 
 
 # ---- eviction -----------------------------------------------------------------------------------
@@ -236,7 +241,7 @@ def test_a_request_that_cannot_get_cells_is_not_admitted_and_nothing_changes() -
     hands = Hands(n_cells=100)
     running = hands.admit("x" * 80)
     hands.fill(running, 80)
-    assert hands.pool.plan_admission(pack(b"y" * 50)) is None
+    assert hands.pool.plan_admission(Claim(pack(b"y" * 50))) is None
     assert hands.pool.free_sequences == 5
 
 
@@ -318,9 +323,9 @@ def test_a_dropped_checkpoint_is_nobody_s_next_turn() -> None:
     hands = Hands()
     hands.turn("hello")
     (turn,) = [c for c in hands.pool.checkpoints if c.kind == "turn"]
-    assert hands.pool.is_latest_turn(turn)
+    assert hands.pool.book.is_latest_turn(turn)
     hands.evict((turn,))
-    assert not hands.pool.is_latest_turn(turn)
+    assert not hands.pool.book.is_latest_turn(turn)
 
 
 def test_a_conversation_s_name_never_meets_a_number_of_the_pool_s_own() -> None:
@@ -362,4 +367,4 @@ def test_where_rows_can_be_cut_a_longer_reply_makes_its_beginnings_pointless() -
 @pytest.mark.parametrize(("n_sequences", "history"), [(0, 0), (4, -1)])
 def test_an_impossible_pool_is_refused(n_sequences: int, history: int) -> None:
     with pytest.raises(InvalidArgument):
-        Pool(n_sequences, Ledger(10), divisible=False, history=history)
+        Pool(n_sequences, Ledger(10), divisible=False, budgets=Budgets(history=history))

@@ -1,87 +1,73 @@
 """The loop, without its thread: admit, evaluate, keep, sample, finish.
 
 Single-threaded and clocked from outside, so that tests walk it step by step on the simulated
-runtime. Decisions are the pool's; this module only carries them out:
+runtime. What is kept is the pool's decision, who goes next the scheduler's, how much is read in a
+step the pace's; this module only asks them in turn:
 
-    submit ─▶ queue ─▶ admit ─▶ lanes ─▶ decode call ─▶ keep at stops, sample ─▶ listener
+    submit ─▶ scheduler ─▶ admit ─▶ lanes ─▶ decode call ─▶ keep at stops, sample ─▶ listener
+                  ▲                   │
+                  └── preempted ◀─────┘
 
-A step makes at most two decode calls: one token for every lane that decodes, then one chunk of
-the prompt of one lane. llama.cpp would cut a mixed call into equal-length pieces anyway.
+A step makes at most two kinds of decode call: one token for every lane that speaks, then equal
+chunks of the prompts of those that read. llama.cpp would cut a mixed call into equal-length
+pieces anyway (`tests/bench_lanes.py` has the figures).
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from orchestrator.engine.lane import Lane, Listener, Ticket
-from orchestrator.engine.memory import Memory
-from orchestrator.engine.request import Finished, FinishReason, Outcome, Request, Timings, Usage
+from orchestrator.engine.counters import Counters, LaneView, Occupancy
+from orchestrator.engine.keeper import Keeper
+from orchestrator.engine.lane import Lane
+from orchestrator.engine.pace import STEP_SECONDS, Pace
+from orchestrator.engine.request import Finished, FinishReason, Request
+from orchestrator.engine.scheduler import Patience, Scheduler
+from orchestrator.engine.ticket import Clock, Listener, Ticket
 from orchestrator.errors import (
     BackendError,
+    Busy,
     DecodeFailed,
     InvalidArgument,
     OrchestratorError,
     PoolFull,
     PromptTooLong,
-    StateRefused,
 )
-from orchestrator.pool.checkpoint import Checkpoint, Kind, Stop
-from orchestrator.pool.index import pack
-from orchestrator.pool.pool import Admission, Pool, Seed
+from orchestrator.pool.checkpoint import Kind, Stop
+from orchestrator.pool.index import common_length
+from orchestrator.pool.placement import BLOCK_LEAST
+from orchestrator.pool.pool import Admission, Budgets, Claim
 from orchestrator.runtime.protocol import Chunk, Runtime, Sampling
 
 log = logging.getLogger("orchestrator.engine")
 
+_RETRY_LEAST = 1.0  # seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a core is set up. `checkpoints` False keeps and reuses nothing."""
+    """How a core is set up. `checkpoints` False keeps and reuses nothing.
+
+    `step_seconds`: how long a step may last while lanes speak and others read.
+    """
 
     n_lanes: int = 1
     checkpoints: bool = True
-    history: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Totals since the engine was opened: requests, tokens, checkpoints, and how often every
-    state had to be dropped after a failed decode.
-    """
-
-    requests: int = 0
-    prefilled: int = 0
-    reused: int = 0
-    sampled: int = 0
-    kept_checkpoints: int = 0
-    evicted_checkpoints: int = 0
-    recoveries: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Occupancy:
-    """What the pool holds now. `cells_total` is None where tokens take no cell."""
-
-    lanes: int
-    queued: int
-    sequences_used: int
-    sequences_total: int
-    cells_used: int
-    cells_total: int | None
-    checkpoints: dict[Kind, int]
-    resident_bytes: int
+    budgets: Budgets = field(default_factory=Budgets)
+    patience: Patience = field(default_factory=Patience)
+    step_seconds: float = STEP_SECONDS
 
 
 class Core:
-    """See the module's head. All methods are called from one thread."""
+    """See the module's head. All methods but `ticket` are called from one thread."""
 
     def __init__(
         self,
         runtime: Runtime,
-        clock: Callable[[], float],
+        clock: Clock,
         options: Options | None = None,
         rng: random.Random | None = None,
     ) -> None:
@@ -95,44 +81,44 @@ class Core:
         self._runtime = runtime
         self._clock = clock
         self._rng = rng or random.Random()
-        self._memory = Memory(runtime)
-        self._pool = self._new_pool()
-        self._queue: deque[Ticket] = deque()
+        self.counters = Counters()
+        self._keeper = Keeper(runtime, self._options.budgets, self.counters)
+        self._scheduler = Scheduler(self._options.patience)
+        self._pace = Pace(limits.n_batch, self._options.step_seconds)
         self._lanes: list[Lane] = []
         self._seating: Ticket | None = None  # out of the queue and not in a lane yet
-        self.counters = Counters()
-
-    def _new_pool(self) -> Pool:
-        return Pool(
-            self._runtime.limits.n_sequences,
-            self._memory.ledger,
-            divisible=self._runtime.model.memory == "attention",
-            history=self._options.history,
-        )
 
     # ---- from outside -------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is queued or running."""
-        return not self._queue and not self._lanes
+        """Whether nothing is queued, running or moving."""
+        return not len(self._scheduler) and not self._lanes and not self._keeper.mover.is_busy
 
     def ticket(self, request: Request, listener: Listener) -> Ticket:
         """Check a request and return a ticket to `enqueue`; safe in any thread.
 
-        `listener` gets its events on the engine's thread, the last one `Finished` or an error.
-        Raises `PromptTooLong` or `InvalidArgument`.
+        `listener` gets its events, the last one `Finished` or an error: on the engine's thread,
+        or on the one that cancels it before it ever ran. Raises `PromptTooLong`,
+        `InvalidArgument`, or `Busy` when the queue is full.
         """
         limits, model = self._runtime.limits, self._runtime.model
         if len(request.tokens) > limits.n_context:
             raise PromptTooLong(len(request.tokens), limits.n_context)
         if min(request.tokens) < 0 or max(request.tokens) >= model.n_vocab:
             raise InvalidArgument(f"token ids must lie in 0 to {model.n_vocab - 1}")
-        return Ticket(request, listener, self._clock())
+        getattr(self._runtime, "check_sampling", lambda sampling: None)(request.sampling)
+        ticket = Ticket(request, listener, self._clock)
+        try:
+            self._scheduler.reserve(self._retry_after)
+        except Busy:
+            self.counters.busy += 1
+            raise
+        return ticket
 
     def enqueue(self, ticket: Ticket) -> None:
         """Queue a checked request."""
-        self._queue.append(ticket)
+        self._scheduler.add(ticket)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         """Check and queue a request in one go."""
@@ -144,129 +130,214 @@ class Core:
         """Do one turn of the loop. Never raises for what goes wrong with a request or a decode."""
         try:
             self._reap()
+            self._move()
             self._admit()
-            self._advance([lane for lane in self._lanes if not lane.is_prefilling])
-            self._advance([lane for lane in self._lanes if lane.is_prefilling][:1])
+            n_speaking = self._speak()
+            self._read(n_speaking)
         except DecodeFailed as failure:
             self.fail_all(failure)
 
+    def forget(self, conversation: str) -> None:
+        """Give up every checkpoint of a conversation, except what a running request needs."""
+        self._keeper.forget(conversation)
+
+    def resize(self, budgets: Budgets) -> None:
+        """Take other budgets from now on."""
+        self._keeper.resize(budgets)
+
     def fail_all(self, error: OrchestratorError) -> None:
-        """End everything that runs with `error` and forget every state; queued requests stay."""
+        """End everything that runs with `error` and forget every state in the context.
+
+        Queued requests stay, and so do checkpoints in host memory.
+        """
         log.error("all states are dropped: %s", error)
         try:
             self._end_lanes(error)
         finally:
-            self._memory.reset()
-            self._pool = self._new_pool()
-            self._count(recoveries=1)
+            for ticket in self._scheduler:
+                if ticket.lane is not None:
+                    ticket.lane.parked = None
+            self._keeper.lose()
+            self.counters.recoveries += 1
 
     def end_all(self, error: OrchestratorError) -> None:
         """End everything, queued requests too, before the runtime is closed."""
         self._end_lanes(error)
-        while self._queue:
-            self._queue.popleft().listener(error)
+        for ticket in self._scheduler:
+            self._scheduler.remove(ticket)
+            self._depart(ticket)
+            if ticket.lane is not None:
+                ticket.lane.sampler.close()
+            ticket.answer(error)
 
     def _end_lanes(self, error: OrchestratorError) -> None:
         lanes, self._lanes = self._lanes, []
-        if self._seating is not None:
-            self._seating.listener(error)
-            self._seating = None
-        for lane in lanes:
-            lane.ticket.listener(error)
+        tickets = [lane.ticket for lane in lanes]
+        if self._seating is not None and self._seating not in tickets:
+            tickets.append(self._seating)
+        self._seating = None
+        for ticket in tickets:
+            self._depart(ticket)
+            ticket.answer(error)
         for lane in lanes:
             lane.sampler.close()
 
-    def occupancy(self) -> Occupancy:
-        """Return what the pool holds now."""
-        limits, pool, ledger = self._runtime.limits, self._pool, self._memory.ledger
-        used = limits.n_sequences - pool.free_sequences
-        return Occupancy(
-            lanes=len(self._lanes),
-            queued=len(self._queue),
-            sequences_used=used,
-            sequences_total=limits.n_sequences,
-            cells_used=ledger.used,
-            cells_total=None if ledger.free is None else limits.n_cells,
-            checkpoints=pool.count_by_kind(),
-            resident_bytes=used * limits.state_bytes + ledger.used * limits.cell_bytes,
-        )
+    def _depart(self, ticket: Ticket) -> None:
+        self._scheduler.shares.leave(ticket.request.client)
+
+    def _retry_after(self) -> float:
+        """Return in about how many seconds the queue will be shorter."""
+        ahead = [lane.outlook for lane in list(self._lanes)]
+        mean = sum(ahead) / max(1, len(ahead))
+        return max(_RETRY_LEAST, self._pace.seconds(0, int(mean)))
 
     # ---- coming and going ---------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """End what was cancelled since the last step."""
-        for ticket in [ticket for ticket in self._queue if ticket.cancelled]:
-            self._queue.remove(ticket)
-            ticket.listener(Finished(self._never_ran(ticket)))
-        for lane in [lane for lane in self._lanes if lane.ticket.cancelled]:
-            self._finish(lane, "cancelled")
+        """End what was cancelled, or ran out of time, since the last step."""
+        for ticket in self._scheduler:
+            if ticket.is_answered or ticket.is_cancelled or ticket.has_expired:
+                self._scheduler.remove(ticket)
+                self._end_waiting(ticket)
+        for lane in list(self._lanes):
+            if lane.ticket.is_cancelled:
+                self._finish(lane, "cancelled")
+            elif lane.ticket.has_expired:
+                self._finish(lane, "deadline")
 
-    def _never_ran(self, ticket: Ticket) -> Outcome:
-        waited = self._clock() - ticket.submitted
-        usage = Usage(len(ticket.request.tokens), 0, 0, 0)
-        return Outcome("", (), "cancelled", usage, Timings(waited, None, 0.0, 0.0, waited))
+    def _end_waiting(self, ticket: Ticket) -> None:
+        """End a request that waits: one that never ran, or one that was preempted."""
+        reason: FinishReason = "deadline" if ticket.has_expired else "cancelled"
+        self._count_end("cancelled" if ticket.is_answered or ticket.is_cancelled else reason)
+        self._depart(ticket)
+        ticket.take()
+        lane = ticket.lane
+        if lane is None:
+            ticket.answer(Finished(ticket.never_ran(reason)))
+            return
+        self._unpark(lane)
+        lane.sampler.close()
+        reason = "cancelled" if ticket.is_cancelled else reason
+        ticket.answer(Finished(lane.finish(reason, self._clock())))
+
+    def _count_end(self, reason: FinishReason) -> None:
+        self.counters.cancelled += reason == "cancelled"
+        self.counters.expired += reason == "deadline"
+
+    def _move(self) -> None:
+        """Move a slice of what is on its way; all of it where nobody would notice."""
+        mover = self._keeper.mover
+        mover.advance()
+        while mover.is_busy and not any(lane.is_ready for lane in self._lanes):
+            mover.advance()
+        for lane in self._lanes:
+            if lane.owed is not None and self._keeper.keep(lane, lane.owed.kind):
+                lane.owed = None
 
     def _admit(self) -> None:
-        """Give lanes to queued requests, in order, as far as there is room."""
-        while self._queue and len(self._lanes) < self._options.n_lanes:
-            # out of the queue first: whatever happens from here on, it gets an answer
-            ticket = self._seating = self._queue.popleft()
-            request = ticket.request
-            admission = self._pool.plan_admission(
-                pack(request.tokens),
-                turn=request.turn,
-                conversation=request.conversation,
-                cache=self._uses_cache(request),
-            )
-            if admission is None:
-                self._put_back(ticket)
-                return
-            self._seat(ticket, admission)
-            self._seating = None
-
-    def _put_back(self, ticket: Ticket) -> None:
-        """Let a request wait for room; where nothing runs that could make any, refuse it."""
-        self._seating = None
-        if self._lanes:
-            self._queue.appendleft(ticket)
+        """Give lanes to waiting requests, in order, as far as there is room."""
+        n_free = self._options.n_lanes - len(self._lanes)
+        if not len(self._scheduler) or (not n_free and not self._preemptible()):
             return
-        ticket.listener(
-            PoolFull(
-                f"a prompt of {len(ticket.request.tokens):,} tokens finds no room among "
-                f"{self._runtime.limits.n_cells:,} cells; shorten it or open a larger context"
+        for ticket in self._scheduler.order(self._clock(), self._unread):
+            if len(self._lanes) >= self._options.n_lanes and not self._preempt_for(ticket):
+                continue
+            if not self._waits(ticket) and not self._seat(ticket):
+                return
+
+    def _unread(self, ticket: Ticket) -> int:
+        """Return how many tokens a waiting request would have to read."""
+        if ticket.lane is not None:
+            return max(1, ticket.lane.n_prompt - ticket.lane.fed)
+        if not self._uses_cache(ticket.request):
+            return len(ticket.request.tokens)
+        book = self._keeper.pool.book
+        if ticket.reusable[0] != book.version:
+            seed = book.longest(ticket.path)
+            ticket.reusable = (book.version, seed.length if seed else 0)
+        return len(ticket.request.tokens) - ticket.reusable[1]
+
+    def _seat(self, ticket: Ticket) -> bool:
+        """Give a request a lane; False when nothing more can be admitted in this step."""
+        lane = ticket.lane
+        if lane is not None:
+            self._unpark(lane)
+        admission = self._plan(ticket)
+        if admission is None or not self._keeper.clear_way(admission.evicted):
+            if lane is not None:
+                self._repark(lane)
+            return admission is None and self._without_room(ticket)
+        self._scheduler.remove(ticket)
+        if ticket.take():
+            self._open(ticket, admission)
+        else:
+            self._depart(ticket)
+        return True
+
+    def _plan(self, ticket: Ticket) -> Admission | None:
+        request, lane = ticket.request, ticket.lane
+        outlook = sum(other.outlook for other in self._lanes)
+        if self._lanes:
+            outlook += lane.outlook if lane else min(request.max_tokens or 0, 256)
+        uses_cache = self._uses_cache(request)
+        return self._keeper.pool.plan_admission(
+            Claim(
+                path=lane.known if lane else ticket.path,
+                turn=request.turn,
+                base=request.base,
+                conversation=lane.admission.conversation if lane else request.conversation,
+                reserve=outlook,
+                reuses=uses_cache or lane is not None,
+                keeps=uses_cache and not request.one_off,
             )
         )
 
-    def _seat(self, ticket: Ticket, admission: Admission) -> None:
-        """Carry an admission out and open its lane."""
-        self._evict(admission.evicted)
-        if admission.seed is not None and not self._sow(admission, admission.seed):
-            self._evict([admission.seed.checkpoint])
-            self._queue.appendleft(ticket)  # admitted again, from the next best or cold
-            return
-        self._pool.admitted(admission)
+    def _open(self, ticket: Ticket, admission: Admission) -> None:
+        """Carry an admission out and open the request's lane, or open it again."""
+        self._seating = ticket
+        lane = ticket.lane
+        if lane is None:
+            lane = self._new_lane(ticket, admission)
+            self.counters.requests += 1
+        else:
+            lane.seat(admission)
+        self._lanes.append(lane)
+        if not self._keeper.admit(admission, lambda stands: self._seated(lane, stands)):
+            self._lanes.remove(lane)
+            self._give_back(lane)
+        self._seating = None
+
+    def _new_lane(self, ticket: Ticket, admission: Admission) -> Lane:
         request = ticket.request
         n_seen = request.sampling.repeat_last
         seen = request.tokens[-n_seen:] if n_seen else ()
-        sampler = self._runtime.sampler(self._seeded(request.sampling), seen)
-        limits = self._runtime.limits
-        lane = Lane(
-            ticket, admission, sampler, self._runtime.tokenizer, limits.n_context, self._clock()
+        return Lane(
+            ticket,
+            admission,
+            self._runtime.sampler(self._seeded(request.sampling), seen),
+            self._runtime.tokenizer,
+            self._runtime.limits.n_context,
+            self._clock(),
         )
-        self._lanes.append(lane)
-        self._count(requests=1, reused=lane.cached)
 
-    def _sow(self, admission: Admission, seed: Seed) -> bool:
-        """Put a checkpoint under a lane; False when it turns out to be of no use."""
-        try:
-            if admission.takes_over:
-                self._memory.cut(admission.sequence, seed.length)
-            else:
-                self._memory.copy(seed.checkpoint.sequence, admission.sequence, seed.length)
-        except (InvalidArgument, StateRefused, PoolFull) as refusal:
-            log.warning("a checkpoint is dropped, the prompt is read again: %s", refusal)
-            return False
-        return True
+    def _seated(self, lane: Lane, stands: bool) -> None:
+        """Begin a lane whose seed stands, or admit it again where it was refused."""
+        parked, lane.parked = lane.parked, None
+        if parked is not None and not parked.leases and parked in self._keeper.pool.checkpoints:
+            self._keeper.drop([parked] if parked.kind == "partial" else [])
+        if stands:
+            cached = lane.cached
+            lane.begin()
+            self.counters.reused += lane.cached - cached
+            return
+        self._keeper.release(lane, None)
+        self._lanes.remove(lane)
+        self._give_back(lane)
+
+    def _give_back(self, lane: Lane) -> None:
+        """Let a request wait again, with all that its lane has said."""
+        lane.ticket.lane = lane
+        self._scheduler.put_back(lane.ticket)
 
     def _seeded(self, sampling: Sampling) -> Sampling:
         if sampling.seed is not None:
@@ -276,52 +347,217 @@ class Core:
     def _uses_cache(self, request: Request) -> bool:
         return request.use_cache and self._options.checkpoints
 
+    # ---- waiting for others, and making way for them ------------------------------------------
+
+    def _waits(self, ticket: Ticket) -> bool:
+        """Return whether a request had better wait for a prefix that a lane is reading.
+
+        The lane is told to keep a state there; an interactive request takes what there is.
+        """
+        if ticket.lane is not None or not self._uses_cache(ticket.request):
+            return False
+        had = len(ticket.request.tokens) - self._unread(ticket)
+        awaited = max((self._shared_with(ticket, lane, had) for lane in self._lanes), default=0)
+        if not awaited or ticket.rank == 0 or ticket.patience <= 0:
+            return False
+        self.counters.waited += ticket.patience == self._options.patience.prefix_steps
+        ticket.patience -= 1
+        return True
+
+    def _shared_with(self, ticket: Ticket, lane: Lane, had: int) -> int:
+        """Return the length a lane will have kept for a waiting request; 0 if not worth it."""
+        other = lane.ticket
+        length = ticket.shared.get(other.number)
+        if length is None:
+            length = min(common_length(ticket.path, other.path), len(ticket.request.tokens) - 1)
+            ticket.shared[other.number] = length
+        if length - had < BLOCK_LEAST or not lane.admission.keeps:
+            return 0
+        if lane.is_ready and lane.fed >= length and self._divisible:
+            self._keeper.keep(lane, "shared", length)  # rows can be cut: no need to wait
+            return 0
+        stop = lane.plant(length)
+        return stop.length if stop is not None and stop.length - had >= BLOCK_LEAST else 0
+
+    @property
+    def _divisible(self) -> bool:
+        return self._runtime.model.memory == "attention" and self._runtime.limits.copies
+
+    def _preemptible(self) -> list[Lane]:
+        return [lane for lane in self._lanes if lane.ticket.rank == 2]
+
+    def _preempt_for(self, ticket: Ticket) -> bool:
+        """Let a background lane make way for an interactive request, if there is one."""
+        victims = self._preemptible()
+        if ticket.rank != 0 or not victims:
+            return False
+        self._park(victims[-1])
+        return True
+
+    def _park(self, lane: Lane) -> None:
+        """Put a lane's request back into the queue; its state stays, held by a lease."""
+        self._lanes.remove(lane)
+        lane.owed = None
+        kept = lane.fed if lane.is_ready else 0
+        self._keeper.release(lane, "partial", parks=True)
+        seed = self._keeper.pool.book.longest(lane.known) if kept else None
+        lane.parked = seed.checkpoint if seed and seed.length == kept else None
+        self._repark(lane)
+        self._give_back(lane)
+        self.counters.preempted += 1
+
+    def _repark(self, lane: Lane) -> None:
+        if lane.parked is not None:
+            lane.parked.leases += 1
+
+    def _unpark(self, lane: Lane) -> None:
+        if lane.parked is not None:
+            lane.parked.leases -= 1
+
+    def _without_room(self, ticket: Ticket) -> bool:
+        """Act where a request finds no room; True when it was refused for good."""
+        if self._lanes or self._keeper.mover.is_busy:
+            victims = self._preemptible()
+            if ticket.rank == 0 and victims:
+                self._give_way(victims[-1])
+            return False
+        if self._reclaim(ticket):
+            return False
+        self._scheduler.remove(ticket)
+        self._depart(ticket)
+        ticket.take()
+        ticket.answer(
+            PoolFull(
+                f"a prompt of {len(ticket.request.tokens):,} tokens finds no room among "
+                f"{self._runtime.limits.n_cells:,} cells; shorten it or open a larger context"
+            )
+        )
+        return True
+
+    def _give_way(self, lane: Lane) -> None:
+        """Park a lane and take its state out of the pool, to host memory if it fits there."""
+        self._park(lane)
+        if lane.parked is not None:
+            self._evacuate(lane)
+
+    def _evacuate(self, lane: Lane) -> None:
+        parked = lane.parked
+        if parked is None:
+            return
+        self._keeper.clear_now([parked])
+        if parked not in self._keeper.pool.checkpoints:
+            lane.parked = None
+
+    def _reclaim(self, besides: Ticket | None = None) -> bool:
+        """Take the state of a preempted request out of the pool; False when there is none."""
+        for ticket in self._scheduler:
+            lane = ticket.lane
+            if ticket is besides or lane is None or lane.parked is None:
+                continue
+            if lane.parked.sequence is not None:
+                self._evacuate(lane)
+                return True
+        return False
+
+    def _make_way(self, full: PoolFull) -> None:
+        """Let somebody give room up when a decode call finds none; the last one fails."""
+        if self._reclaim():
+            return
+        last = max(self._lanes, key=lambda lane: (lane.ticket.rank, self._lanes.index(lane)))
+        if len(self._lanes) > 1:
+            self._give_way(last)
+        else:
+            self._fail(last, full, suspect=False)
+
     def _finish(self, lane: Lane, reason: FinishReason) -> None:
         """End a lane well: its sequence becomes a checkpoint where that is of use."""
         outcome = lane.finish(reason, self._clock())
-        kind: Kind = "partial" if lane.is_prefilling else "reply"
+        kind: Kind = "partial" if lane.is_reading else "reply"
+        self._count_end(reason)
         try:
             self._leave(lane, kind if self._uses_cache(lane.ticket.request) else None)
         finally:
-            lane.ticket.listener(Finished(outcome))
+            lane.ticket.answer(Finished(outcome))
 
     def _fail(self, lane: Lane, error: OrchestratorError, *, suspect: bool) -> None:
         """End a lane with an error; where its states are `suspect`, what was kept of it as well."""
         try:
             if suspect:
                 serial = lane.admission.serial
-                self._evict([c for c in self._pool.checkpoints if c.serial == serial], scrub=True)
-                self._memory.scrub(lane.sequence)
+                kept = [c for c in self._keeper.pool.checkpoints if c.serial == serial]
+                self._keeper.drop(kept, scrub=True)
+                self._keeper.memory.scrub(lane.sequence)
             self._leave(lane, None)
         finally:
             if lane in self._lanes:
                 self._lanes.remove(lane)
-            lane.ticket.listener(error)
+            lane.ticket.answer(error)
 
     def _leave(self, lane: Lane, kind: Kind | None) -> None:
         self._lanes.remove(lane)
+        self._depart(lane.ticket)
         lane.sampler.close()
-        release = self._pool.plan_release(lane.admission, lane.fed.tobytes(), kind)
-        self._evict(release.evicted)
-        if release.checkpoint is None:
-            self._memory.clear(lane.sequence)
-        else:
-            self._count(kept_checkpoints=1)
-        self._pool.released(release)
+        self._keeper.release(lane, kind)
 
     # ---- evaluating ---------------------------------------------------------------------------
 
-    def _advance(self, lanes: Sequence[Lane]) -> None:
-        """Evaluate the next chunk of each lane in one decode call and act on what comes out."""
+    def _speak(self) -> int:
+        """Evaluate the latest token of every lane that speaks; return how many there are."""
+        lanes = [lane for lane in self._lanes if lane.may_advance and not lane.is_reading]
+        lanes.sort(key=lambda lane: lane.sequence)
+        n_joint = self._runtime.limits.n_joint or len(lanes)
+        begun = self._clock()
+        for first in range(0, len(lanes), max(1, n_joint)):
+            group = [lane for lane in lanes[first : first + n_joint] if lane in self._lanes]
+            if group:
+                self._evaluate(group, [lane.next_chunk(1) for lane in group])
+        if lanes:
+            self._pace.decoded(self._clock() - begun)
+        return len(lanes)
+
+    def _read(self, n_speaking: int) -> None:
+        """Evaluate a chunk of the prompts that come first, as long as the pace allows."""
+        lanes = [lane for lane in self._lanes if lane.may_advance and lane.is_reading]
         if not lanes:
             return
-        chunks = [lane.next_chunk(self._runtime.limits.n_batch) for lane in lanes]
+        group, chunks = self._equal_chunks(self._in_order(lanes), self._pace.budget(n_speaking))
+        begun = self._clock()
+        self._evaluate(group, chunks)
+        self._pace.read(sum(len(chunk.tokens) for chunk in chunks), self._clock() - begun)
+
+    def _in_order(self, lanes: Sequence[Lane]) -> list[Lane]:
+        of = {lane.ticket: lane for lane in lanes}
+        ranked = self._scheduler.ranked(of, self._clock(), lambda ticket: of[ticket].remaining)
+        return [of[ticket] for ticket in ranked]
+
+    def _equal_chunks(self, lanes: Sequence[Lane], budget: int) -> tuple[list[Lane], list[Chunk]]:
+        """Return a chunk of the first lane, and of those that have as much left to read.
+
+        Together they stay within `budget` tokens; unequal ones would share no pass over the
+        weights.
+        """
+        first = lanes[0].next_chunk(budget)
+        length = len(first.tokens)
+        limits = self._runtime.limits
+        n_joint = limits.n_joint or limits.n_sequences
+        n_most = min(n_joint, budget // length) if limits.copies else 1
+        chosen = [(lanes[0], first)]
+        for lane in lanes[1:]:
+            if len(chosen) >= n_most:
+                break
+            chunk = lane.next_chunk(length)
+            if len(chunk.tokens) == length:
+                chosen.append((lane, chunk))
+        chosen.sort(key=lambda pair: pair[0].sequence)
+        return [lane for lane, _ in chosen], [chunk for _, chunk in chosen]
+
+    def _evaluate(self, lanes: Sequence[Lane], chunks: Sequence[Chunk]) -> None:
+        """Evaluate a chunk of each lane in one decode call and act on what comes out."""
         begun = self._clock()
         try:
             rows = self._decode(chunks)
         except PoolFull as full:
-            # the youngest gives way, the others go on with the next step
-            self._fail(lanes[-1], full, suspect=False)
+            self._make_way(full)
             return
         seconds = self._clock() - begun
         for lane, chunk, row in zip(lanes, chunks, rows, strict=True):
@@ -330,33 +566,32 @@ class Core:
     def _decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """Make room for a decode call, then make it. Raises `PoolFull` with nothing evaluated."""
         cells = sum(len(chunk.tokens) for chunk in chunks)
-        leaving = self._pool.plan_room(cells)
+        leaving = self._keeper.pool.plan_room(cells)
         if leaving is None:
             raise PoolFull(
                 f"{cells} cells are wanted and every one of {self._runtime.limits.n_cells} is in "
                 "use by running requests; raise ctx or send fewer at once"
             )
-        self._evict(leaving)
-        return self._memory.decode(chunks)
+        self._keeper.clear_now(leaving)
+        self.counters.decode_calls += 1
+        return self._keeper.memory.decode(chunks)
 
     def _settle(self, lane: Lane, chunk: Chunk, row: int | None, seconds: float) -> None:
         """Keep a state at a stop; sample where logits were asked for."""
-        prefilled = len(chunk.tokens) if lane.is_prefilling else 0
+        prefilled, replayed = lane.prefilled, lane.replayed
         stop = lane.took(chunk, seconds)
-        self._count(prefilled=prefilled)
+        self.counters.prefilled += lane.prefilled - prefilled
+        self.counters.replayed += lane.replayed - replayed
+        self._scheduler.shares.serve(lane.ticket.request.client, len(chunk.tokens))
         if stop is not None:
             self._keep(lane, stop)
         if row is not None:
             self._sample(lane, row)
 
     def _keep(self, lane: Lane, stop: Stop) -> None:
-        keep = self._pool.plan_keep(lane.admission, lane.fed.tobytes(), stop.kind)
-        if keep is None:
-            return
-        self._evict(keep.evicted)
-        self._memory.copy(lane.sequence, keep.checkpoint.sequence)
-        self._pool.kept(keep)
-        self._count(kept_checkpoints=1)
+        """Keep a state, or have the lane wait until what leaves for it is gone."""
+        if not self._keeper.keep(lane, stop.kind):
+            lane.owed = stop
 
     def _sample(self, lane: Lane, row: int) -> None:
         if lane.ticket.request.max_tokens == 0:
@@ -367,18 +602,48 @@ class Core:
         except BackendError as failure:
             self._fail(lane, failure, suspect=True)
             return
-        self._count(sampled=1)
+        self.counters.sampled += 1
         reason = lane.say(token, self._clock())
         if reason is not None:
             self._finish(lane, reason)
 
-    def _evict(self, checkpoints: Iterable[Checkpoint], *, scrub: bool = False) -> None:
-        for checkpoint in list(checkpoints):
-            empty = self._memory.scrub if scrub else self._memory.clear
-            empty(checkpoint.sequence)
-            self._pool.drop(checkpoint)
-            self._count(evicted_checkpoints=1)
+    # ---- what there is ------------------------------------------------------------------------
 
-    def _count(self, **more: int) -> None:
-        now = self.counters
-        self.counters = replace(now, **{name: getattr(now, name) + n for name, n in more.items()})
+    def occupancy(self) -> Occupancy:
+        """Return what the pool holds now."""
+        limits, pool, ledger = self._runtime.limits, self._keeper.pool, self._keeper.memory.ledger
+        used = limits.n_sequences - pool.free_sequences
+        tiers = pool.book.count()
+        kinds: dict[Kind, int] = {}
+        for (kind, _), count in tiers.items():
+            kinds[kind] = kinds.get(kind, 0) + count
+        budgets = pool.budgets
+        return Occupancy(
+            lanes=len(self._lanes),
+            queued=len(self._scheduler),
+            paused=sum(ticket.lane is not None for ticket in self._scheduler),
+            sequences_used=used,
+            sequences_total=limits.n_sequences,
+            cells_used=ledger.used,
+            cells_total=None if ledger.free is None else limits.n_cells,
+            cells_budget=None if ledger.free is None else budgets.resident_cells,
+            checkpoints=kinds,
+            tiers=tiers,
+            resident_bytes=used * limits.state_bytes + ledger.used * limits.cell_bytes,
+            exported_bytes=pool.exported_bytes,
+            exported_bytes_budget=budgets.exported_bytes,
+            exported_tokens=pool.exported_tokens,
+            exported_tokens_budget=budgets.exported_tokens,
+            running=tuple(_view(lane) for lane in self._lanes),
+        )
+
+
+def _view(lane: Lane) -> LaneView:
+    doing = "reads" if lane.is_reading else "speaks"
+    return LaneView(
+        lane.sequence,
+        lane.ticket.request.priority,
+        doing if lane.is_ready else "fetches its state",
+        lane.fed,
+        lane.fed + lane.remaining,
+    )

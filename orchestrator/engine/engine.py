@@ -20,9 +20,10 @@ from pathlib import Path
 from types import TracebackType
 
 from orchestrator.config import ModelSpec
-from orchestrator.engine.core import Core, Counters, Occupancy, Options
+from orchestrator.engine.core import Core, Options
+from orchestrator.engine.counters import Counters, Occupancy
 from orchestrator.engine.opening import Choices, Opened, Progress, open_model
-from orchestrator.engine.request import Request, Sampling, TemplateArguments
+from orchestrator.engine.request import Priority, Request, Sampling, TemplateArguments
 from orchestrator.engine.stream import Stream
 from orchestrator.engine.worker import Worker
 from orchestrator.errors import EngineClosed, InvalidArgument
@@ -162,21 +163,32 @@ class Engine:
         template_arguments: TemplateArguments | None = None,
         conversation: str | None = None,
         use_cache: bool = True,
+        one_off: bool = False,
+        priority: Priority = "default",
+        client: str | None = None,
+        deadline: float | None = None,
     ) -> Stream:
         """Return the stream of the next assistant message.
 
-        `conversation` names the chat this is a turn of, where the prefix alone would not tell.
+        `conversation` names the chat this is a turn of, where the prefix alone would not tell;
+        `one_off` is for a side request (a title, a tag) that nothing will follow: it keeps
+        nothing. `priority`, `client` and `deadline` as in `Request`.
         Raises `RequestError` for what is wrong with the request; nothing was queued then.
         """
         prompt = self.encode(messages, tools=tools, template_arguments=template_arguments)
         request = Request(
             tokens=prompt.tokens,
             turn=prompt.turn,
+            base=getattr(prompt, "base", 0),
             sampling=self._sampling if sampling is None else sampling,
             max_tokens=max_tokens,
             stop=stop,
             conversation=conversation,
             use_cache=use_cache,
+            one_off=one_off,
+            priority=priority,
+            client=client,
+            deadline=deadline,
         )
         return self.generate(request, opens_reasoning=leaves_open(prompt.opener))
 
@@ -229,9 +241,13 @@ class Engine:
         """Return the stream of a request that is already in tokens."""
         stream = Stream(opens_reasoning)
         ticket = self._core.ticket(request, stream.listener)
-        stream.on_cancel(lambda: setattr(ticket, "cancelled", True))
+        stream.on_cancel(ticket.cancel)
         self._worker.post(lambda core: core.enqueue(ticket))
         return stream
+
+    def forget(self, conversation: str) -> None:
+        """Give up every checkpoint that turns of a conversation kept."""
+        self._worker.call(lambda core: core.forget(conversation))
 
     def unknown_arguments(self, arguments: TemplateArguments) -> list[str]:
         """Return the names in `arguments` that the chat template never reads."""
@@ -241,7 +257,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return what the pool holds now and totals since opening."""
-        return self._worker.call(lambda core: EngineStats(core.occupancy(), core.counters))
+        return self._worker.call(
+            lambda core: EngineStats(core.occupancy(), core.counters.snapshot())
+        )
 
     def close(self) -> None:
         """End what runs with `EngineClosed` and free the model; closing twice is harmless."""

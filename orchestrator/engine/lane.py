@@ -1,13 +1,19 @@
 """One running request: how far it is, what it has said, and how long it took.
 
-Progress is counters, not states: a lane prefills while it holds less than its prompt, then
-decodes one token per step. It touches no runtime; the core evaluates and reports back.
+Progress is counters, not states. `known` are the prompt's tokens and those sampled so far, `fed`
+of them stand in the sequence; a lane reads while more than the last sampled token is missing, and
+decodes one token per step from then on. It touches no runtime; the core evaluates and reports.
+
+    known   p p p p p p p p │ r r r
+    fed     ─────────────────────►      at most one short of `known` once the reply has begun
+
+A lane that is preempted keeps all of this and gets another sequence later. If its state is gone
+by then it reads its own reply again, and samples nothing twice.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from orchestrator.engine.request import (
@@ -15,33 +21,21 @@ from orchestrator.engine.request import (
     FinishReason,
     Outcome,
     Prefilling,
-    Request,
     Text,
     Timings,
     Usage,
 )
-from orchestrator.errors import OrchestratorError
-from orchestrator.pool.checkpoint import Stop
+from orchestrator.engine.ticket import Ticket
+from orchestrator.pool.checkpoint import Checkpoint, Stop
+from orchestrator.pool.placement import serving
 from orchestrator.pool.pool import Admission
 from orchestrator.runtime.protocol import Chunk, Sampler
 from orchestrator.text.detokenizer import Detokenizer
 from orchestrator.text.stops import StopStrings
 from orchestrator.text.tokenizer import Tokenizer
 
-Listener = Callable[[Event | OrchestratorError], None]
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A submitted request: who listens, when it came, and whether it is still wanted.
-
-    Setting `cancelled`, from any thread, ends the request before its next token or chunk.
-    """
-
-    request: Request
-    listener: Listener
-    submitted: float
-    cancelled: bool = False
+REPLY_OUTLOOK = 256
+"""Cells that are counted on for a reply without `max_tokens` when others are admitted."""
 
 
 @dataclass(slots=True)
@@ -85,7 +79,7 @@ class _Reply:
 
 
 class Lane:
-    """A request in a sequence. `fed` is every token evaluated into it or shared from its seed."""
+    """A request in a sequence; see the module's head."""
 
     def __init__(
         self,
@@ -98,17 +92,47 @@ class Lane:
     ) -> None:
         request = ticket.request
         self.ticket = ticket
-        self.admission = admission
         self.sampler = sampler
-        self.cached = admission.seed.length if admission.seed else 0
-        self.prefilled = 0
-        self._prompt = array("i", request.tokens)
-        self.fed = self._prompt[: self.cached]
+        self.n_prompt = len(request.tokens)
+        self.cached = self.prefilled = self.replayed = 0
+        self.parked: Checkpoint | None = None  # its state, while it is preempted
+        self.owed: Stop | None = None  # a state to keep before it goes on
+        self._seen = 0  # the most of `known` that ever stood in a sequence
+        self._origin = admission.seed  # what it started from at first
+        self._origin_tier = admission.seed.checkpoint.tier if admission.seed else None
+        self._known = array("i")
+        self._known.frombytes(ticket.path)
         self._n_context = n_context
-        self._stops = list(admission.stops)
         self._reply = _Reply(Detokenizer(tokenizer), StopStrings(request.stop))
         self._tokenizer = tokenizer
         self._watch = _Watch(now)
+        self.seat(admission)
+
+    def seat(self, admission: Admission) -> None:
+        """Go on in a sequence that is to hold what the admission's seed says, once `begin` is told.
+
+        Stops that others had it keep are gone; they are planted again if they are still wanted.
+        """
+        self.admission = admission
+        self.fed = 0
+        self.stops = list(admission.stops)
+        self.is_ready = False
+
+    @property
+    def _start(self) -> int:
+        """Where it stands, or will stand once its seed does."""
+        seed = self.admission.seed
+        return self.fed if self.is_ready else seed.length if seed else 0
+
+    def begin(self) -> None:
+        """Note that the seed stands in the sequence."""
+        self.fed = self._start
+        self.stops = [stop for stop in self.stops if stop.length > self.fed]
+        self.cached += max(0, self.fed - self._seen)
+        self._seen = max(self._seen, self.fed)
+        self.is_ready = True
+
+    # ---- how far it is ------------------------------------------------------------------------
 
     @property
     def sequence(self) -> int:
@@ -116,33 +140,79 @@ class Lane:
         return self.admission.sequence
 
     @property
-    def is_prefilling(self) -> bool:
-        """Whether prompt tokens are still to be evaluated."""
-        return len(self.fed) < len(self._prompt)
+    def path(self) -> bytes:
+        """The packed tokens that stand in its sequence."""
+        return self._known[: self.fed].tobytes()
+
+    @property
+    def known(self) -> bytes:
+        """The packed tokens of its prompt and its reply so far."""
+        return self._known.tobytes()
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to evaluate before the next one is sampled."""
+        return len(self._known) - self.fed
+
+    @property
+    def may_advance(self) -> bool:
+        """Whether its next chunk may be evaluated now."""
+        return self.is_ready and self.owed is None
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether more is to be evaluated than the token sampled last."""
+        return self.fed < self.n_prompt or self.remaining > 1
+
+    @property
+    def outlook(self) -> int:
+        """Cells it will probably still take: what it reads, and a reply of usual length."""
+        most = self.ticket.request.max_tokens
+        reply = REPLY_OUTLOOK if most is None else min(most, REPLY_OUTLOOK)
+        room = self._n_context - len(self._known)
+        return self.remaining + max(0, min(room, reply - len(self._reply.tokens)))
 
     def next_chunk(self, n_most: int) -> Chunk:
         """Return what to evaluate next, at most `n_most` tokens and never across a stop."""
-        start = len(self.fed)
-        if not self.is_prefilling:
-            return Chunk(self.sequence, start, (self._reply.tokens[-1],), wants_logits=True)
-        end = min(start + n_most, len(self._prompt))
-        if self._stops:
-            end = min(end, self._stops[0].length)
-        is_last = end == len(self._prompt)
-        return Chunk(self.sequence, start, tuple(self._prompt[start:end]), wants_logits=is_last)
+        end = min(self.fed + n_most, len(self._known))
+        if self.stops:
+            end = min(end, self.stops[0].length)
+        tokens = tuple(self._known[self.fed : end])
+        return Chunk(self.sequence, self.fed, tokens, wants_logits=end == len(self._known))
+
+    def plant(self, length: int) -> Stop | None:
+        """Have a state kept at `length` for others, or return the stop that serves them anyway.
+
+        None when the lane is past it.
+        """
+        stop = serving(self.stops, length)
+        if stop is None and self._start < length <= len(self._known):
+            stop = Stop(length, "shared")
+            self.stops.append(stop)
+            self.stops.sort(key=lambda stop: stop.length)
+        return stop
+
+    # ---- what happens to it -------------------------------------------------------------------
 
     def took(self, chunk: Chunk, seconds: float) -> Stop | None:
         """Note that a chunk was evaluated; return the stop it ended at, if there is one."""
-        was_prefilling = self.is_prefilling
-        self.fed.extend(chunk.tokens)
-        if not was_prefilling:
+        was_reading = self.is_reading
+        self.fed += len(chunk.tokens)
+        self._count(chunk)
+        if not was_reading:
             return None
-        self.prefilled += len(chunk.tokens)
         self._watch.prefill += seconds
-        self._tell(Prefilling(len(self.fed), len(self._prompt), self.cached))
-        if self._stops and self._stops[0].length == len(self.fed):
-            return self._stops.pop(0)
+        if self.fed <= self.n_prompt:
+            self._tell(Prefilling(self.fed, self.n_prompt, self.cached))
+        if self.stops and self.stops[0].length == self.fed:
+            return self.stops.pop(0)
         return None
+
+    def _count(self, chunk: Chunk) -> None:
+        """Tell prompt tokens read for the first time from what is read again."""
+        self.replayed += max(0, min(chunk.end, self._seen) - chunk.start)
+        self.prefilled += max(0, min(chunk.end, self.n_prompt) - max(chunk.start, self._seen))
+        self._seen = max(self._seen, chunk.end)
 
     def say(self, token: int, now: float) -> FinishReason | None:
         """Take a sampled token; return why the reply ends here, None while it goes on."""
@@ -150,11 +220,12 @@ class Lane:
             self._watch.first = now
         if self._tokenizer.is_end(token):
             return "stop"
+        self._known.append(token)
         self._show(self._reply.add(token), now)
         if self._reply.stopped:
             return "stop"
         most = self.ticket.request.max_tokens
-        if len(self._reply.tokens) == most or len(self.fed) == self._n_context:
+        if len(self._reply.tokens) == most or self.fed == self._n_context:
             return "length"
         return None
 
@@ -180,13 +251,14 @@ class Lane:
         self.ticket.listener(event)
 
     def _usage(self) -> Usage:
-        seed = self.admission.seed
         return Usage(
-            prompt_tokens=len(self._prompt),
+            prompt_tokens=self.n_prompt,
             completion_tokens=len(self._reply.tokens),
             cached_tokens=self.cached,
             prefilled_tokens=self.prefilled,
-            seeded_from=seed.checkpoint.kind if seed else None,
+            seeded_from=self._origin.checkpoint.kind if self._origin else None,
+            seeded_tier=self._origin_tier,
+            replayed_tokens=self.replayed,
         )
 
     def _timings(self, now: float) -> Timings:

@@ -1,7 +1,8 @@
-"""The engine's hands: every change of the runtime's sequences, with the ledger kept in step.
+"""The runtime and the ledger of its cells, kept in step.
 
-After each change the ledger and the runtime are compared; if they ever disagree the fault is
-ours, and going on would answer fluently and wrong.
+Every change goes through here: first the runtime, which checks and may refuse, then the ledger,
+and then the lengths of both are compared. A difference means that nothing can be trusted any
+more and raises `DecodeFailed`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from orchestrator.runtime.protocol import Chunk, Runtime
 
 
 class Memory:
-    """A runtime and the ledger of its cells, changed together."""
+    """What the sequences of a runtime hold. Raises what the runtime raises."""
 
     def __init__(self, runtime: Runtime) -> None:
         limits = runtime.limits
@@ -51,6 +52,26 @@ class Memory:
         """Empty a sequence whose state may not be finite."""
         self.runtime.scrub(sequence)
         self.ledger.clear(sequence)
+        self._check(sequence)
+
+    def restore(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
+        """Fill the empty `sequence`; see `Runtime.restore`."""
+        self.runtime.restore(sequence, blob, tokens)
+        self.ledger.extend(sequence, len(tokens))
+        self._check(sequence)
+
+    def restore_rows(self, sequence: int, start: int, blob: bytes, tokens: Sequence[int]) -> None:
+        """Append a slice of rows; see `Runtime.restore_rows`."""
+        self.runtime.restore_rows(sequence, start, blob, tokens)
+        self.ledger.extend(sequence, self.runtime.length(sequence) - start)
+        self._check(sequence)
+
+    def restore_state(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
+        """Complete a sequence; see `Runtime.restore_state`."""
+        self.runtime.restore_state(sequence, blob, tokens)
+        missing = len(tokens) - self.ledger.length(sequence)
+        if missing:  # pure recurrent memory had no rows to bring
+            self.ledger.extend(sequence, missing)
         self._check(sequence)
 
     def reset(self) -> None:

@@ -18,6 +18,7 @@ from orchestrator.engine.exactness import steadied
 from orchestrator.errors import ConfigError, InvalidArgument
 from orchestrator.models.demo import ensure_demo
 from orchestrator.models.inspect import ModelFile, inspect
+from orchestrator.pool.pool import Budgets
 from orchestrator.runtime.llama import Settings, n_cores, open_llama
 from orchestrator.runtime.protocol import Runtime, Sampling
 from orchestrator.text.template import ChatTemplate
@@ -146,7 +147,7 @@ def _n_sequences(checkpoints: int | None) -> int | None:
 def _options(n_sequences: int, choices: Choices) -> Options:
     spare = max(0, n_sequences - 4)  # a lane, and a turn's own turn, resend and reply
     history = spare // 2 if choices.history is None else choices.history
-    return Options(checkpoints=choices.checkpoints != 0, history=history)
+    return Options(checkpoints=choices.checkpoints != 0, budgets=Budgets(history=history))
 
 
 def _template(runtime: Runtime, file: Path | None) -> ChatTemplate:

@@ -6,6 +6,7 @@ engine's. They know neither pool nor runtime.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -16,7 +17,9 @@ from orchestrator.runtime.protocol import GREEDY as GREEDY
 from orchestrator.runtime.protocol import Sampling as Sampling
 from orchestrator.text.stops import StopStrings
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+Priority = Literal["interactive", "default", "background"]
+PRIORITIES: tuple[Priority, ...] = ("interactive", "default", "background")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,12 @@ class Request:
     `turn` is the length of the prompt prefix where the chat's input ends, before the generation
     prompt (0: no such place). `max_tokens` None goes on until the model ends or the context is
     full. `conversation` names the chat this is a turn of; None lets the prefix decide.
-    `use_cache` False neither starts from a checkpoint nor keeps one.
+    `use_cache` False neither starts from a checkpoint nor keeps one; `one_off` may start from one
+    and keeps none. `base` is the length of the system and tools block (0: none).
+
+    `priority` interactive goes before default before background; within one of them the requests
+    of a `client` share with those of others. `deadline`: seconds from submission after which the
+    request ends with what it has said.
     """
 
     tokens: tuple[int, ...]
@@ -36,11 +44,17 @@ class Request:
     stop: Sequence[str] = ()
     conversation: str | None = None
     use_cache: bool = True
+    base: int = 0
+    one_off: bool = False
+    priority: Priority = "default"
+    client: str | None = None
+    deadline: float | None = None
 
     def __post_init__(self) -> None:
         """Check everything, so that nothing the engine's thread meets is of the wrong type."""
         object.__setattr__(self, "tokens", _ids(self.tokens))
         object.__setattr__(self, "turn", _whole("turn", self.turn, 0, len(self.tokens) - 1))
+        object.__setattr__(self, "base", _whole("base", self.base, 0, len(self.tokens) - 1))
         if self.max_tokens is not None:
             most = _whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
             object.__setattr__(self, "max_tokens", most)
@@ -50,8 +64,15 @@ class Request:
             raise InvalidArgument(
                 f"sampling is {self.sampling!r}; give a Sampling, or leave it out"
             )
-        if not (self.conversation is None or isinstance(self.conversation, str)):
-            raise InvalidArgument(f"conversation is {self.conversation!r}; give its name as a text")
+        for name, text in (("conversation", self.conversation), ("client", self.client)):
+            if not (text is None or isinstance(text, str)):
+                raise InvalidArgument(f"{name} is {text!r}; give its name as a text")
+        if self.priority not in PRIORITIES:
+            raise InvalidArgument(
+                f"priority is {self.priority!r}; give one of {', '.join(PRIORITIES)}"
+            )
+        if self.deadline is not None:
+            object.__setattr__(self, "deadline", _seconds("deadline", self.deadline))
 
 
 def _ids(tokens: Sequence[int]) -> tuple[int, ...]:
@@ -77,13 +98,23 @@ def _whole(name: str, value: int, low: int, high: int) -> int:
     return number
 
 
+def _seconds(name: str, value: float) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InvalidArgument(f"{name} is {value!r}; give seconds as a number")
+    if not (math.isfinite(value) and value > 0):
+        raise InvalidArgument(f"{name} is {value}, must be above 0 seconds; or leave it out")
+    return float(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens of one request, counted at the decode call.
 
     `cached_tokens` were reused and `prefilled_tokens` evaluated; the two add up to
-    `prompt_tokens` unless the request was cancelled before its prompt was read. `seeded_from`
-    is the kind of checkpoint the request started from, None when it started cold.
+    `prompt_tokens` unless the request ended before its prompt was read. `seeded_from` is the kind
+    of checkpoint the request started from and `seeded_tier` where that lived, None when it
+    started cold. `replayed_tokens` were evaluated once more because a preempted request had to
+    give up its state.
     """
 
     prompt_tokens: int
@@ -91,6 +122,8 @@ class Usage:
     cached_tokens: int
     prefilled_tokens: int
     seeded_from: str | None = None
+    seeded_tier: str | None = None
+    replayed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

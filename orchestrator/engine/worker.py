@@ -43,8 +43,8 @@ class Worker:
 
     def start(self) -> Core:
         """Start the thread; return its core once it is open, or raise what stopped it."""
-        self._thread.start()
         try:
+            self._thread.start()
             return self._opened.result()
         except BaseException:  # Ctrl-C while a model loads: let the thread close it again
             self._ask_to_close()

@@ -1,7 +1,10 @@
 """What leaves first when room is needed?
 
-Superseded checkpoints, then everything else by least recent use, and last of all the latest turn
-checkpoint of a chat. Use is counted on a logical tick, not on a clock.
+    superseded  <  of one turn  <  shared prefixes  <  a chat's latest turn
+
+and among equals what is worth least: the tokens that would have to be read again, divided by how
+long ago they were last of use. Use is counted on a logical tick, not on a clock; of two that are
+worth the same the one used longer ago leaves.
 """
 
 from __future__ import annotations
@@ -11,18 +14,24 @@ from dataclasses import dataclass
 
 from orchestrator.pool.checkpoint import Checkpoint
 
+SUPERSEDED, OF_ONE_TURN, SHARED, LATEST_TURN = range(4)
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a checkpoint stands among the others; the lowest leaves first."""
+    """How a checkpoint stands among the others; the lowest leaves first.
 
-    is_latest_turn: bool
-    is_current: bool
-    tick: int
+    `group` is one of the four above; `replay` the tokens to evaluate again if it were gone,
+    from the nearest other checkpoint on its path; `age` in ticks since its last use.
+    """
 
-    def rank(self) -> tuple[bool, bool, int]:
-        """Return the sort key: superseded < other < latest turn, then oldest first."""
-        return self.is_latest_turn, self.is_current, self.tick
+    group: int
+    replay: int
+    age: int
+
+    def rank(self) -> tuple[int, float, int]:
+        """Return the sort key."""
+        return self.group, self.replay / (self.age + 1), -self.age
 
 
 def leaving_order(

@@ -3,44 +3,103 @@
 The pool decides and remembers; it carries nothing out. Every decision is a frozen plan made whole
 before anything changes, and the engine reports back what it did:
 
-    plan_admission ─▶ Admission ─▶ (evict, copy) ─▶ admitted
-    plan_keep      ─▶ Keep      ─▶ (evict, copy) ─▶ kept
-    plan_release   ─▶ Release   ─▶ (clear)       ─▶ released
+    plan_admission ─▶ Admission ─▶ (evict, copy or import) ─▶ admitted
+    plan_keep      ─▶ Keep      ─▶ (evict, copy or save)   ─▶ kept
+    plan_release   ─▶ Release   ─▶ (evict, clear or save)  ─▶ released
+    plan_export    ─▶ Export    ─▶ exporting, (move)       ─▶ exported
 
 Every sequence is free, a lane, or one checkpoint. The pool knows no llama.cpp: it sees cells
-through a `Ledger` and sequences as numbers.
+through a `Ledger`, sequences as numbers and bytes as estimates that are never too small.
+
+Invariants: lanes and resident checkpoints take no more cells than the resident budget while there
+is a checkpoint that could leave; exported checkpoints, those still on their way out included, fit
+their budgets; what a lease holds stays.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.errors import InvalidArgument
+from orchestrator.pool.book import Book, Seed
 from orchestrator.pool.checkpoint import Checkpoint, Conversation, Kind, Stop
-from orchestrator.pool.eviction import Standing, fewest, leaving_order
-from orchestrator.pool.index import PrefixIndex
+from orchestrator.pool.eviction import fewest, leaving_order
 from orchestrator.pool.ledger import Ledger
 from orchestrator.pool.placement import place
 
 _TOKEN_WIDTH = 4
 
+EXPORT_LEAST = 16
+"""Tokens that a checkpoint must save to be moved to host memory and back rather than read again.
+
+The break-even length on the demo model (`tests/bench_tiers.py` prints it for any model).
+"""
+
 
 @dataclass(frozen=True, slots=True)
-class Seed:
-    """What a lane starts from: the first `length` tokens of a checkpoint."""
+class Budgets:
+    """What checkpoints may take.
 
-    checkpoint: Checkpoint
-    length: int
+    `resident_cells` of the pool, lanes included (None: all of them); `exported_bytes` and
+    `exported_tokens` of host memory (None: tokens are not counted); `history`: how many
+    superseded turn and reply checkpoints may stay while nothing else wants their room.
+    """
+
+    resident_cells: int | None = None
+    exported_bytes: int = 0
+    exported_tokens: int | None = None
+    history: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("resident_cells", "exported_bytes", "exported_tokens", "history"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise InvalidArgument(f"{name} is {value}, must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes of host memory an exported checkpoint takes: an upper bound, `state` + `cell`/token."""
+
+    state: int = 0
+    cell: int = 0
+
+    def of(self, length: int) -> int:
+        """Return the bytes of a checkpoint of `length` tokens."""
+        return self.state + self.cell * length
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a request asks of the pool.
+
+    `path` is its packed prompt, `turn` and `base` the lengths where its input and its system block
+    end (0: none). `reserve` cells beyond the prompt must be free as well: for the reply, and for
+    what running lanes still need. `reuses`: may start from a checkpoint; `keeps`: may leave some.
+    """
+
+    path: bytes
+    turn: int = 0
+    base: int = 0
+    conversation: Conversation | None = None
+    reserve: int = 0
+    reuses: bool = True
+    keeps: bool = True
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.path) // _TOKEN_WIDTH
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
     """How a request gets a lane.
 
-    Evict `evicted`; then, with a seed, copy it to `sequence`, or cut it in place where `sequence`
-    is the seed's own (no other was to be had, so the lane takes the checkpoint over).
+    Evict `evicted`; then, with a seed, copy it to `sequence` (or import it there, where it is
+    exported), or cut it in place where `sequence` is the seed's own (no other was to be had, so
+    the lane takes the checkpoint over).
     """
 
     sequence: int
@@ -49,6 +108,7 @@ class Admission:
     stops: tuple[Stop, ...]
     conversation: Conversation
     serial: int
+    keeps: bool = True
 
     @property
     def takes_over(self) -> bool:
@@ -58,7 +118,10 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Evict `evicted`, copy the lane to the checkpoint's sequence, then tell `kept`."""
+    """Evict `evicted`, copy the lane to the checkpoint's sequence, then tell `kept`.
+
+    A checkpoint without a sequence is saved to host memory at once.
+    """
 
     checkpoint: Checkpoint
     evicted: tuple[Checkpoint, ...]
@@ -66,42 +129,61 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A lane ends: its sequence becomes `checkpoint`, or is to be cleared where that is None.
+    """A lane ends. Without a checkpoint its sequence is cleared; a checkpoint takes the sequence
+    over, or the lane is copied to the checkpoint's own (or saved, where it has none) and cleared.
 
-    `evicted` are checkpoints that the new one makes pointless.
+    `evicted` are checkpoints that the new one makes pointless, or that make room for it.
     """
 
     sequence: int
     checkpoint: Checkpoint | None
     evicted: tuple[Checkpoint, ...] = ()
 
+    def with_checkpoint(self, checkpoint: Checkpoint | None) -> Release:
+        """Return what was really done, where saving the state came to nothing."""
+        return replace(self, checkpoint=checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Drop `evicted` from host memory, then move `checkpoint` there; at most `n_bytes`."""
+
+    checkpoint: Checkpoint
+    evicted: tuple[Checkpoint, ...]
+    n_bytes: int
+
 
 class Pool:
-    """The checkpoints of `n_sequences` sequences.
+    """The checkpoints of `n_sequences` sequences; see the module's head.
 
-    `divisible` says that rows can be cut anywhere (attention only). `history` is how many
-    superseded turn and reply checkpoints may stay while nothing else wants their room.
+    `divisible` says that rows can be cut anywhere (attention only). With `resident` False
+    sequences are for lanes alone and every checkpoint is exported at once. `low_lanes` keeps
+    lanes on low sequence ids, which pure recurrent memory decodes together.
     """
 
     def __init__(
-        self, n_sequences: int, ledger: Ledger, *, divisible: bool, history: int = 0
+        self,
+        n_sequences: int,
+        ledger: Ledger,
+        *,
+        divisible: bool,
+        budgets: Budgets | None = None,
+        weights: Weights | None = None,
+        resident: bool = True,
+        low_lanes: bool = False,
     ) -> None:
-        if n_sequences < 1 or history < 0:
-            raise InvalidArgument(
-                f"a pool of {n_sequences} sequences with {history} in history cannot be; "
-                "give at least 1 sequence and a history of 0 or more"
-            )
+        if n_sequences < 1:
+            raise InvalidArgument(f"a pool of {n_sequences} sequences cannot be; give at least 1")
+        self.book = Book(divisible=divisible)
+        self.budgets = budgets or Budgets()
+        self._weights = weights or Weights()
         self._ledger = ledger
         self._divisible = divisible
-        self._history = history
-        self._n_sequences = n_sequences
+        self._resident = resident
+        self._low_lanes = low_lanes
         self._free = set(range(n_sequences))
         self._lanes: set[int] = set()
-        self._index: PrefixIndex[Checkpoint] = PrefixIndex()
-        self._ticks: dict[Checkpoint, int] = {}  # every checkpoint there is, by last use
-        self._superseded: set[Checkpoint] = set()
-        self._latest: dict[Conversation, Checkpoint] = {}
-        self._clock = 0
+        self._moving: dict[Checkpoint, int] = {}  # bytes reserved for what is on its way out
         self._serial = 0
 
     # ---- what there is ------------------------------------------------------------------------
@@ -109,97 +191,194 @@ class Pool:
     @property
     def checkpoints(self) -> Collection[Checkpoint]:
         """All checkpoints, in no particular order."""
-        return self._ticks.keys()
+        return self.book.checkpoints.keys()
 
     @property
     def free_sequences(self) -> int:
         """Sequences that neither a lane nor a checkpoint holds."""
         return len(self._free)
 
-    def count_by_kind(self) -> dict[Kind, int]:
-        """Return how many checkpoints there are of each kind."""
-        return dict(Counter(checkpoint.kind for checkpoint in self._ticks))
+    @property
+    def exported_bytes(self) -> int:
+        """Host memory of exported checkpoints, those still on their way out included."""
+        return self.book.exported_bytes + sum(self._moving.values())
 
-    def is_latest_turn(self, checkpoint: Checkpoint) -> bool:
-        """Return whether this is what its conversation's next turn will start from."""
-        return self._latest.get(checkpoint.conversation) is checkpoint
+    @property
+    def exported_tokens(self) -> int:
+        """Tokens of exported checkpoints, those still on their way out included."""
+        return self.book.exported_tokens + sum(c.length for c in self._moving)
 
     # ---- admission ----------------------------------------------------------------------------
 
-    def plan_admission(
-        self,
-        prompt: bytes,
-        *,
-        turn: int = 0,
-        conversation: Conversation | None = None,
-        cache: bool = True,
-    ) -> Admission | None:
-        """Return how a packed `prompt` gets a lane, None while there is no room for it.
-
-        With `cache` False the request starts cold and keeps nothing.
-        """
-        n_prompt = len(prompt) // _TOKEN_WIDTH
-        seed = self._find(prompt, n_prompt) if cache else None
-        seeded = seed.length if seed else 0
-        room = self._room_for_lane(seed, n_prompt - seeded)
+    def plan_admission(self, claim: Claim) -> Admission | None:
+        """Return how a request gets a lane, None while there is no room for it."""
+        seed = self.book.longest(claim.path) if claim.reuses else None
+        room = self._room_for_lane(claim, seed)
         if room is None:
             return None
         sequence, evicted = room
-        if conversation is None:
-            conversation = seed.checkpoint.conversation if seed else self._serial
-        stops = place(n_prompt, turn, seeded, divisible=self._divisible) if cache else ()
-        return Admission(sequence, seed, evicted, stops, conversation, self._serial)
+        seeded = seed.length if seed else 0
+        stops = (
+            place(claim.length, claim.turn, seeded, base=claim.base, divisible=self._divisible)
+            if claim.keeps
+            else ()
+        )
+        return Admission(
+            sequence, seed, evicted, stops, self._chat(claim, seed), self._serial, claim.keeps
+        )
 
     def admitted(self, admission: Admission) -> None:
-        """Note that an admission was carried out; its evicted checkpoints were dropped before."""
+        """Note that an admission was carried out; its evicted checkpoints are gone already."""
         self._serial += 1
         seed = admission.seed
         if seed is not None and 2 * seed.length >= seed.checkpoint.length:
-            self._touch(seed.checkpoint)  # a use counts only if it took a real part
+            self.book.touch(seed.checkpoint)  # a use counts only if it took a real part
+            seed.checkpoint.users.add(admission.conversation)
         if admission.takes_over and seed is not None:
             self.drop(seed.checkpoint)
         self._free.remove(admission.sequence)
         self._lanes.add(admission.sequence)
 
+    def _chat(self, claim: Claim, seed: Seed | None) -> Conversation:
+        """Return whose turn this is: by name, else by the prefix it goes on from."""
+        if claim.conversation is not None:
+            return claim.conversation
+        if seed is None or seed.checkpoint.is_common:
+            return self._serial
+        return seed.checkpoint.conversation
+
     # ---- keeping ------------------------------------------------------------------------------
 
     def plan_keep(self, admission: Admission, path: bytes, kind: Kind) -> Keep | None:
         """Return how the state of a lane at the packed `path` is kept, None if it cannot be."""
-        if self._serves(path):
+        if not admission.keeps or self.book.serves(path):
             return None
         leaving = self._overflow(admission) if kind == "turn" else []
-        room = self._room(sequences=1, leaving=leaving, protected=self._dearer(admission, kind))
-        if room is None:
-            return None
-        sequence = self._pick([*room, *leaving])
+        protected = self._dearer(admission, kind)
+        room = self._room(sequences=1, leaving=leaving, protected=protected)
+        if not self._resident or room is None:
+            return self._keep_exported(admission, path, kind, leaving)
+        sequence = self._pick_spare([*room, *leaving])
         checkpoint = self._checkpoint(sequence, path, kind, admission)
         return Keep(checkpoint, (*leaving, *room))
 
     def kept(self, keep: Keep) -> None:
-        """Note that a checkpoint now stands in its sequence."""
-        self._free.remove(keep.checkpoint.sequence)
-        self._insert(keep.checkpoint)
-        if keep.checkpoint.kind == "turn":
-            self._supersede(keep.checkpoint)
+        """Note that a checkpoint now stands where it was planned."""
+        checkpoint = keep.checkpoint
+        if checkpoint.sequence is not None:
+            self._free.remove(checkpoint.sequence)
+        self._enter(checkpoint)
 
     def plan_release(self, admission: Admission, path: bytes, kind: Kind | None) -> Release:
         """Return what becomes of a lane that ends at `path`; `kind` None keeps nothing."""
         sequence = admission.sequence
-        if kind is None or not path or self._serves(path):
+        if kind is None or not admission.keeps or not path or self.book.serves(path):
             return Release(sequence, None)
-        checkpoint = self._checkpoint(sequence, path, kind, admission)
-        pointless = [
-            other for length, other in self._index.prefixes(path) if self._divisible and length
-        ]
-        return Release(sequence, checkpoint, tuple(pointless))
+        pointless = tuple(c for c in self.book.within(path) if self._divisible and not c.leases)
+        if not self._resident:
+            keep = self._keep_exported(admission, path, kind, pointless)
+            return (
+                Release(sequence, keep.checkpoint, keep.evicted)
+                if keep
+                else Release(sequence, None)
+            )
+        checkpoint = self._checkpoint(self._spare_for(sequence), path, kind, admission)
+        return Release(sequence, checkpoint, pointless)
 
     def released(self, release: Release) -> None:
         """Note that a lane ended."""
         self._lanes.remove(release.sequence)
-        if release.checkpoint is None:
+        checkpoint = release.checkpoint
+        if checkpoint is None or checkpoint.sequence != release.sequence:
             self._free.add(release.sequence)
-        else:
-            self._insert(release.checkpoint)
+        if checkpoint is not None:
+            if checkpoint.sequence != release.sequence and checkpoint.sequence is not None:
+                self._free.remove(checkpoint.sequence)
+            self._enter(checkpoint)
+
+    def _keep_exported(
+        self, admission: Admission, path: bytes, kind: Kind, leaving: Sequence[Checkpoint]
+    ) -> Keep | None:
+        """Return how a state is saved to host memory at once, None if it is not worth it."""
+        checkpoint = self._checkpoint(None, path, kind, admission)
+        if self._resident and kind not in ("turn", "shared"):
+            return None
+        room = self._exported_room(checkpoint, leaving)
+        if room is None:
+            return None
+        checkpoint.n_bytes = self._weights.of(checkpoint.length)
+        return Keep(checkpoint, (*leaving, *room))
+
+    def _enter(self, checkpoint: Checkpoint) -> None:
+        self.book.add(checkpoint)
+        checkpoint.users.add(checkpoint.conversation)
+        if checkpoint.kind == "turn":
+            self.book.supersede(checkpoint)
+
+    # ---- moving to host memory ----------------------------------------------------------------
+
+    def plan_export(self, checkpoint: Checkpoint) -> Export | None:
+        """Return how a resident checkpoint moves to host memory, None if it should not.
+
+        It should where the budgets allow it, where reading its tokens again would take longer
+        than moving them, and where only what is worth less has to leave for it.
+        """
+        standing = self.book.standing(checkpoint)
+        wanted = checkpoint.leases > 0 or standing.replay >= EXPORT_LEAST
+        if checkpoint.is_superseded or checkpoint in self._moving or not wanted:
+            return None
+        room = self._exported_room(checkpoint, ())
+        return None if room is None else Export(checkpoint, room, self._weigh(checkpoint))
+
+    def exporting(self, export: Export) -> None:
+        """Note that a checkpoint is on its way out; it stays where it is until `exported`."""
+        self._moving[export.checkpoint] = export.n_bytes
+        export.checkpoint.leases += 1
+
+    def exported(self, checkpoint: Checkpoint, n_bytes: int) -> None:
+        """Note that a checkpoint arrived in host memory and its sequence was cleared."""
+        self.stayed(checkpoint)
+        if checkpoint.sequence is not None:
+            self._free.add(checkpoint.sequence)
+        self.book.move_out(checkpoint, n_bytes)
+
+    def stayed(self, checkpoint: Checkpoint) -> None:
+        """Note that a checkpoint on its way out goes no further."""
+        del self._moving[checkpoint]
+        checkpoint.leases -= 1
+
+    def _weigh(self, checkpoint: Checkpoint) -> int:
+        return self._weights.of(checkpoint.length)
+
+    def _exported_room(
+        self, newcomer: Checkpoint, leaving: Sequence[Checkpoint]
+    ) -> tuple[Checkpoint, ...] | None:
+        """Return what leaves host memory for a newcomer, None if it is not worth it."""
+        gone_already = [c for c in leaving if c.sequence is None]
+
+        def enough(victims: Sequence[Checkpoint]) -> bool:
+            return self._fits_exported(newcomer, [*gone_already, *victims])
+
+        if enough(()):
+            return ()
+        candidates = [
+            c
+            for c in leaving_order(self.book.exported(), self.book.standing)
+            if not c.leases and c not in leaving
+        ]
+        if newcomer in self.book.checkpoints:  # else it is the latest thing said, which stays
+            rank = self.book.standing(newcomer).rank()
+            candidates = [c for c in candidates if self.book.standing(c).rank() < rank]
+        return fewest(candidates, enough)
+
+    def _fits_exported(self, newcomer: Checkpoint | None, gone: Sequence[Checkpoint]) -> bool:
+        n_bytes = self.exported_bytes - sum(c.n_bytes for c in gone)
+        tokens = self.exported_tokens - sum(c.length for c in gone)
+        if newcomer is not None:
+            n_bytes += self._weigh(newcomer)
+            tokens += newcomer.length
+        most = self.budgets.exported_tokens
+        return n_bytes <= self.budgets.exported_bytes and (most is None or tokens <= most)
 
     # ---- leaving ------------------------------------------------------------------------------
 
@@ -207,40 +386,47 @@ class Pool:
         """Return what to evict so that `cells` are free, None if that cannot be had."""
         return self._room(cells=cells)
 
+    def plan_shrink(self) -> tuple[Checkpoint, ...]:
+        """Return what leaves host memory so that the exported budgets hold."""
+        order = leaving_order(self.book.exported(), self.book.standing)
+        candidates = [c for c in order if not c.leases]
+        found = fewest(candidates, lambda victims: self._fits_exported(None, victims))
+        return tuple(candidates) if found is None else found
+
     def drop(self, checkpoint: Checkpoint) -> None:
-        """Note that a checkpoint's sequence was cleared, or taken over by a lane."""
-        del self._ticks[checkpoint]
-        self._index.remove(checkpoint.path, checkpoint)
-        self._superseded.discard(checkpoint)
-        if self.is_latest_turn(checkpoint):
-            del self._latest[checkpoint.conversation]
-        self._free.add(checkpoint.sequence)
+        """Note that a checkpoint's state was cleared, or taken over by a lane."""
+        if checkpoint in self._moving:
+            self.stayed(checkpoint)
+        self.book.drop(checkpoint)
+        if checkpoint.sequence is not None:
+            self._free.add(checkpoint.sequence)
+
+    def lose(self) -> tuple[Checkpoint, ...]:
+        """Note that every sequence was emptied; return what is gone. Host memory stays."""
+        lost = tuple(self.book.resident())
+        for checkpoint in lost:
+            self.drop(checkpoint)
+        self._free |= self._lanes
+        self._lanes.clear()
+        for checkpoint in self.checkpoints:
+            checkpoint.leases = 0
+        return lost
 
     # ---- how it is decided --------------------------------------------------------------------
 
-    def _find(self, prompt: bytes, n_prompt: int) -> Seed | None:
-        """Return the longest start for a prompt that leaves at least one token to evaluate."""
-        if self._divisible:
-            length, holders = self._index.nearest(prompt)
-            length = min(length, n_prompt - 1)
-            if length == 0:
-                return None
-            return Seed(max(holders, key=self._ticks.__getitem__), length)
-        found = None
-        for length, checkpoint in self._index.prefixes(prompt):
-            if length < n_prompt:
-                found = Seed(checkpoint, length)
-        return found
-
     def _room_for_lane(
-        self, seed: Seed | None, cells: int
+        self, claim: Claim, seed: Seed | None
     ) -> tuple[int, tuple[Checkpoint, ...]] | None:
         """Return a sequence for a lane and what leaves for it, if need be the seed's own."""
         holder = [seed.checkpoint] if seed else []
+        shared = seed.length if seed and seed.checkpoint.sequence is not None else 0
+        cells = claim.length - shared + claim.reserve
+        if seed and not shared:  # an import brings all its rows, also those that are cut again
+            cells += seed.checkpoint.length - seed.length
         room = self._room(cells=cells, sequences=1, protected=holder)
         if room is not None:
-            return self._pick(room), room
-        if seed is None:
+            return self._pick_lane(room), room
+        if seed is None or seed.checkpoint.sequence is None or seed.checkpoint.leases > 0:
             return None
         spare = seed.checkpoint.length - seed.length if self._divisible else 0
         room = self._room(cells=cells - spare, protected=holder)
@@ -254,74 +440,79 @@ class Pool:
         protected: Collection[Checkpoint] = (),
         leaving: Sequence[Checkpoint] = (),
     ) -> tuple[Checkpoint, ...] | None:
-        """Return the victims, besides those `leaving` anyway, that make the room asked for."""
+        """Return the victims, besides those `leaving` anyway, that make the room asked for.
 
-        def enough(victims: Sequence[Checkpoint]) -> bool:
-            gone = [checkpoint.sequence for checkpoint in (*leaving, *victims)]
+        Within the resident budget if that can be; else all that can leave does, so that the
+        budget is passed by lanes alone.
+        """
+        n_most = None if self._ledger.free is None else self.budgets.resident_cells
+
+        def enough(victims: Sequence[Checkpoint], within: int | None = n_most) -> bool:
+            gone = [c.sequence for c in (*leaving, *victims) if c.sequence is not None]
             if len(self._free) + len(gone) < sequences:
                 return False
-            return self._ledger.fits(cells - self._ledger.freed_by(gone))
+            more = cells - self._ledger.freed_by(gone)
+            return self._ledger.fits(more) and (
+                within is None or self._ledger.used + more <= within
+            )
 
         if enough(()):
             return ()
-        staying = (c for c in self._ticks if c not in protected and c not in leaving)
-        return fewest(leaving_order(staying, self._standing), enough)
+        leaving_anyway = [c for c in self._moving if c not in protected and c not in leaving]
+        staying = (
+            c
+            for c in leaving_order(self.book.resident(), self.book.standing)
+            if not c.leases and c not in protected and c not in leaving
+        )
+        candidates = [*leaving_anyway, *staying]
+        room = fewest(candidates, enough)
+        if room is None and n_most is not None and enough(candidates, None):
+            return tuple(candidates)
+        return room
 
     def _dearer(self, admission: Admission, kind: Kind) -> list[Checkpoint]:
-        """Return what a new checkpoint of this kind is not worth evicting.
+        """Return what a new checkpoint of this kind is not worth evicting: chats' next turns.
 
-        Where the conversation has a turn checkpoint, a resend point saves a few tokens more; no
-        chat's next turn is given up for that. Where it has none, it saves the whole prompt.
+        Where the conversation has a turn checkpoint, a resend point saves a few tokens more.
+        Where it has none, it saves the whole prompt. A shared prefix can be read again for many.
         """
-        if kind != "resend" or admission.conversation not in self._latest:
+        latest = self.book.latest
+        if kind == "turn" or (kind == "resend" and admission.conversation not in latest):
             return []
-        return list(self._latest.values())
+        return list(latest.values())
 
     def _overflow(self, admission: Admission) -> list[Checkpoint]:
         """Return what of its chat leaves once this turn keeps a checkpoint of its own."""
-        outdated = self._outdated(admission.conversation, admission.serial)
-        lasting = [c for c in outdated if c.kind in ("turn", "reply")]
-        lasting.extend(c for c in self._superseded if c.conversation != admission.conversation)
-        lasting.sort(key=self._ticks.__getitem__)
-        beyond = set(lasting[: max(0, len(lasting) - self._history)])
-        return [c for c in self._ticks if c in beyond or (c in outdated and c not in lasting)]
-
-    def _outdated(self, conversation: Conversation, serial: int) -> list[Checkpoint]:
-        """Return what earlier turns of a conversation keep."""
-        return [c for c in self._ticks if c.conversation == conversation and c.serial < serial]
-
-    def _supersede(self, turn: Checkpoint) -> None:
-        self._latest[turn.conversation] = turn
-        self._superseded.update(self._outdated(turn.conversation, turn.serial))
-
-    def _standing(self, checkpoint: Checkpoint) -> Standing:
-        return Standing(
-            is_latest_turn=self.is_latest_turn(checkpoint),
-            is_current=checkpoint not in self._superseded,
-            tick=self._ticks[checkpoint],
+        outdated = self.book.outdated(admission.conversation, admission.serial)
+        lasting = [c for c in outdated if c.kind in ("turn", "reply") and c.sequence is not None]
+        lasting.extend(
+            c
+            for c in self.book.resident()
+            if c.is_superseded and c.conversation != admission.conversation
         )
+        lasting.sort(key=lambda c: c.tick)
+        beyond = set(lasting[: max(0, len(lasting) - self.budgets.history)])
+        passing = set(outdated).difference(lasting)
+        return [c for c in self.checkpoints if (c in beyond or c in passing) and not c.leases]
 
-    def _pick(self, leaving: Iterable[Checkpoint]) -> int:
+    def _pick_lane(self, leaving: Iterable[Checkpoint]) -> int:
         """Return the lowest sequence that is free once `leaving` are gone."""
-        return min(self._free.union(checkpoint.sequence for checkpoint in leaving))
+        return min(self._freed_with(leaving))
 
-    def _serves(self, path: bytes) -> bool:
-        """Return whether what is kept already gives back all of `path`."""
-        n_path = len(path) // _TOKEN_WIDTH
-        if self._divisible:
-            return self._index.nearest(path)[0] == n_path
-        return any(length == n_path for length, _ in self._index.prefixes(path))
+    def _pick_spare(self, leaving: Iterable[Checkpoint]) -> int:
+        """Return the sequence for a checkpoint: the highest, out of the lanes' way."""
+        return max(self._freed_with(leaving))
+
+    def _spare_for(self, sequence: int) -> int:
+        """Return where the state of an ending lane is to stand, usually where it is."""
+        spare = max(self._free, default=sequence) if self._low_lanes else sequence
+        return max(spare, sequence)
+
+    def _freed_with(self, leaving: Iterable[Checkpoint]) -> set[int]:
+        return self._free.union(c.sequence for c in leaving if c.sequence is not None)
 
     def _checkpoint(
-        self, sequence: int, path: bytes, kind: Kind, admission: Admission
+        self, sequence: int | None, path: bytes, kind: Kind, admission: Admission
     ) -> Checkpoint:
         length = len(path) // _TOKEN_WIDTH
-        return Checkpoint(sequence, path, length, kind, admission.conversation, admission.serial)
-
-    def _insert(self, checkpoint: Checkpoint) -> None:
-        self._index.add(checkpoint.path, checkpoint)
-        self._touch(checkpoint)
-
-    def _touch(self, checkpoint: Checkpoint) -> None:
-        self._clock += 1
-        self._ticks[checkpoint] = self._clock
+        return Checkpoint(path, length, kind, admission.conversation, admission.serial, sequence)
