@@ -143,6 +143,12 @@ class Core:
 
     def resize(self, budgets: Budgets) -> None:
         """Take other budgets from now on."""
+        shrinks = budgets.exported_bytes < self._keeper.pool.exported_bytes
+        for ticket in self._scheduler if shrinks else ():
+            lane = ticket.lane
+            if lane is not None and lane.parked is not None and lane.parked.sequence is None:
+                self._unpark(lane)  # what was preempted reads again what finds no room
+                lane.parked = None
         self._keeper.resize(budgets)
 
     def fail_all(self, error: OrchestratorError) -> None:
@@ -420,9 +426,10 @@ class Core:
             victims = self._preemptible()
             if ticket.rank == 0 and victims:
                 self._give_way(victims[-1])
+                return self._seat(ticket)  # at once, or the next step would give it away again
             return False
         if self._reclaim(ticket):
-            return False
+            return self._seat(ticket)
         self._scheduler.remove(ticket)
         self._depart(ticket)
         ticket.take()

@@ -112,6 +112,9 @@ class Keeper:
     def resize(self, budgets: Budgets) -> None:
         """Take other budgets and make what is there fit them."""
         self.pool.budgets = budgets
+        for checkpoint in self.pool.moving:
+            self.mover.forget(checkpoint)
+            self.pool.stayed(checkpoint)
         self.drop(self.pool.plan_shrink())
         self.clear_now(self.pool.plan_room(0) or ())
 
@@ -135,19 +138,22 @@ class Keeper:
             seated(True)
         else:
             self.drop([seed.checkpoint])
-            self._counters.refused_checkpoints += 1
             return False
         return True
 
     def _sow(self, admission: Admission, source: int, length: int) -> bool:
         """Put a resident checkpoint under a lane; False when it turns out to be of no use."""
+        if admission.takes_over:
+            return self._done(lambda: self.memory.cut(source, length))
+        return self._done(lambda: self.memory.copy(source, admission.sequence, length))
+
+    def _done(self, change: Callable[[], None]) -> bool:
+        """Change the memory; False when it refuses, which costs a checkpoint and nothing else."""
         try:
-            if admission.takes_over:
-                self.memory.cut(source, length)
-            else:
-                self.memory.copy(source, admission.sequence, length)
+            change()
         except (InvalidArgument, StateRefused, PoolFull) as refusal:
-            log.warning("a checkpoint is dropped, the prompt is read again: %s", refusal)
+            log.warning("a checkpoint is given up: %s", refusal)
+            self._counters.refused_checkpoints += 1
             return False
         return True
 
@@ -169,6 +175,7 @@ class Keeper:
             else:
                 self.drop([checkpoint])
                 self._counters.refused_checkpoints += 1
+            self.drop(self.pool.plan_shrink())  # the budget may have shrunk under its lease
             seated(stands)
 
         self.mover.begin_import(checkpoint, admission.sequence, arrived)
@@ -188,11 +195,13 @@ class Keeper:
         if checkpoint is not None and checkpoint.sequence is None:
             checkpoint = self._saved(checkpoint, sequence)
         elif checkpoint is not None and checkpoint.sequence != sequence:
-            self.memory.copy(sequence, checkpoint.sequence or 0)
+            checkpoint = self._copied(checkpoint, sequence)
         if checkpoint is None or checkpoint.sequence != sequence:
             self.memory.clear(sequence)
         self.pool.released(plan.with_checkpoint(checkpoint))
         self._counters.kept_checkpoints += checkpoint is not None
+        if not parks:  # a lane may pass the resident budget, what it leaves behind may not
+            self.clear_now(self.pool.plan_room(0) or ())
         return checkpoint
 
     def _abandon(self, lane: Lane) -> None:
@@ -201,6 +210,14 @@ class Keeper:
         seed = lane.admission.seed
         if seed is not None and seed.checkpoint in self.pool.checkpoints:
             seed.checkpoint.leases -= 1
+
+    def _copied(self, checkpoint: Checkpoint, source: int) -> Checkpoint | None:
+        """Copy a lane's state to a checkpoint's sequence; None when that is refused."""
+        target, length = checkpoint.sequence, checkpoint.length
+        if target is None:
+            return None
+        done = self._done(lambda: self.memory.copy(source, target, length))
+        return checkpoint if done else None
 
     def _saved(self, checkpoint: Checkpoint, sequence: int) -> Checkpoint | None:
         """Save a lane's state to host memory; None when it could not be."""
@@ -223,11 +240,10 @@ class Keeper:
             return True
         if not self.clear_way(plan.evicted):
             return False
-        checkpoint: Checkpoint | None = plan.checkpoint
         if plan.checkpoint.sequence is None:
             checkpoint = self._saved(plan.checkpoint, lane.sequence)
         else:
-            self.memory.copy(lane.sequence, plan.checkpoint.sequence, length)
+            checkpoint = self._copied(plan.checkpoint, lane.sequence)
         if checkpoint is not None:
             self.pool.kept(plan)
             self._counters.kept_checkpoints += 1

@@ -199,6 +199,11 @@ class Pool:
         return len(self._free)
 
     @property
+    def moving(self) -> tuple[Checkpoint, ...]:
+        """Checkpoints on their way to host memory."""
+        return tuple(self._moving)
+
+    @property
     def exported_bytes(self) -> int:
         """Host memory of exported checkpoints, those still on their way out included."""
         return self.book.exported_bytes + sum(self._moving.values())
@@ -388,6 +393,8 @@ class Pool:
 
     def plan_shrink(self) -> tuple[Checkpoint, ...]:
         """Return what leaves host memory so that the exported budgets hold."""
+        if self._fits_exported(None, ()):
+            return ()
         order = leaving_order(self.book.exported(), self.book.standing)
         candidates = [c for c in order if not c.leases]
         found = fewest(candidates, lambda victims: self._fits_exported(None, victims))
