@@ -32,7 +32,8 @@ Table = Mapping[str, object]
 class ModelSpec:
     """One model and how to open it. Exactly one of `path` and `builtin` is set.
 
-    None leaves a choice to whoever opens the model; `ctx` is in tokens. `sampling` holds the
+    None leaves a choice to whoever opens the model; `ctx` is in tokens, `lanes` are requests at
+    once, `exact` asks for bitwise the same replies warm and cold. `sampling` holds the
     fields of a `Sampling` that the file sets, not yet checked for their range.
     """
 
@@ -42,6 +43,8 @@ class ModelSpec:
     ctx: int | None = None
     threads: int | None = None
     gpu_layers: int | None = None
+    lanes: int | None = None
+    exact: bool | None = None
     template: Path | None = None
     sampling: Mapping[str, int | float] = field(default_factory=dict)
 
@@ -162,6 +165,12 @@ class _Reader:
             raise self.wrong(key, f"a whole number of at least {low}")
         return value
 
+    def truth(self, key: str) -> bool | None:
+        value = self.table.get(key)
+        if not (value is None or isinstance(value, bool)):
+            raise self.wrong(key, "true or false")
+        return value
+
     def number(self, key: str) -> int | float:
         value = self.table[key]
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -194,7 +203,17 @@ def _config(document: Table, file: Path) -> Config:
     return Config(default, models, file)
 
 
-_MODEL_KEYS = ("path", "builtin", "ctx", "threads", "gpu_layers", "template", "sampling")
+_MODEL_KEYS = (
+    "path",
+    "builtin",
+    "ctx",
+    "threads",
+    "gpu_layers",
+    "lanes",
+    "exact",
+    "template",
+    "sampling",
+)
 
 
 def _model(name: str, reader: _Reader) -> ModelSpec:
@@ -211,12 +230,17 @@ def _model(name: str, reader: _Reader) -> ModelSpec:
         ctx=reader.integer("ctx", low=1),
         threads=reader.integer("threads", low=1),
         gpu_layers=reader.integer("gpu_layers", low=-1),
+        lanes=reader.integer("lanes", low=1),
+        exact=reader.truth("exact"),
         template=reader.path("template"),
         sampling={**(DEMO.sampling if builtin else {}), **_sampling(reader.inner("sampling"))},
     )
 
 
-_SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repeat_penalty")
+_SAMPLING_NUMBERS = (
+    *("temperature", "top_p", "min_p", "typical_p"),
+    *("repeat_penalty", "frequency_penalty", "presence_penalty"),
+)
 _SAMPLING_INTEGERS = ("top_k", "repeat_last", "seed")
 
 

@@ -35,8 +35,10 @@ from orchestrator.runtime.checks import (
     check_sequence,
 )
 from orchestrator.runtime.library import api
+from orchestrator.runtime.llama_grammar import grammar_of
 from orchestrator.runtime.llama_sampler import LlamaSampler
 from orchestrator.runtime.protocol import Chunk, Limits, MemoryKind, Model, Sampling
+from orchestrator.runtime.sampling import check_bias
 from orchestrator.runtime.vocabulary import Vocabulary
 
 _STATE_FUNCTIONS = (
@@ -306,15 +308,21 @@ class LlamaRuntime:
         """See `Runtime.logits`."""
         return self._row(row).copy()
 
+    def check_sampling(self, sampling: Sampling) -> None:
+        """See `Runtime.check_sampling`; touches neither model nor context."""
+        check_bias(sampling.logit_bias, self.model.n_vocab)
+        grammar_of(sampling)
+
     def sampler(self, sampling: Sampling, history: Sequence[int]) -> LlamaSampler:
         """See `Runtime.sampler`."""
+        self.check_sampling(sampling)
         return LlamaSampler(
             self._context,
+            api.llama_model_get_vocab(self._model),
+            self.tokenizer,
             sampling,
             history,
-            n_vocab=self.model.n_vocab,
-            index_of=self._index_of,
-            is_finite=lambda row: bool(np.isfinite(self._row(row)).all()),
+            row_of=self._row,
         )
 
     # ---- sequences ----------------------------------------------------------------------------
@@ -389,6 +397,7 @@ class LlamaRuntime:
             api.llama_free(self._context)
             api.llama_model_free(self._model)
             self._context = self._model = None
+            self._outputs = frozenset()  # nothing is left to sample from
 
 
 def _describe(path: Path, model: Any, memory: MemoryKind, n_vocab: int) -> Model:

@@ -14,7 +14,6 @@ Invariants of every runtime:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -22,7 +21,9 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.errors import InvalidArgument
+from orchestrator.runtime.sampling import GREEDY as GREEDY
+from orchestrator.runtime.sampling import Sampling as Sampling
+from orchestrator.runtime.sampling import TokenLogprob as TokenLogprob
 from orchestrator.text.tokenizer import Tokenizer
 
 MemoryKind = Literal["attention", "windowed", "hybrid", "recurrent"]
@@ -33,46 +34,6 @@ windowed   rows only, but what lies behind a sliding window may be gone: never c
 hybrid     rows and a recurrent state, never cut
 recurrent  a state only, which takes no cells, never cut
 """
-
-
-def _within(
-    name: str, value: float, low: float, high: float, remedy: str, *, whole: bool = False
-) -> None:
-    kind, word = (int, "a whole number") if whole else (int | float, "a number")
-    if not isinstance(value, kind):
-        raise InvalidArgument(f"{name} is {value!r}; give {word}, {remedy}")
-    if not (math.isfinite(value) and low <= value <= high):
-        raise InvalidArgument(f"{name} is {value}, must lie in {low:g} to {high:g}; {remedy}")
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen. `temperature` 0 is greedy: only the penalty still counts.
-
-    `top_k` 0, `top_p` 1, `min_p` 0 and `repeat_penalty` 1 each switch their filter off; the
-    penalty looks back `repeat_last` tokens. `seed` None draws a new one for every request.
-    """
-
-    temperature: float = 0.7
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0
-    repeat_last: int = 64
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        _within("temperature", self.temperature, 0, 100, "0 is greedy, 0.7 is usual")
-        _within("top_k", self.top_k, 0, 1_000_000, "0 switches it off", whole=True)
-        _within("top_p", self.top_p, 0, 1, "1 switches it off")
-        _within("min_p", self.min_p, 0, 1, "0 switches it off")
-        _within("repeat_penalty", self.repeat_penalty, 0.01, 100, "1 switches it off")
-        _within("repeat_last", self.repeat_last, 0, 1_000_000, "64 is usual", whole=True)
-        if self.seed is not None:
-            _within("seed", self.seed, 0, 2**32 - 1, "leave it out for a random one", whole=True)
-
-
-GREEDY = Sampling(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +90,19 @@ class Chunk:
 
 
 class Sampler(Protocol):
-    """Chooses tokens for one lane; holds that lane's penalties and random generator."""
+    """Chooses tokens for one lane; holds its penalties, its grammar and its random generator."""
 
     def sample(self, row: int) -> int:
         """Return the next token from `row` of the latest decode call, and remember it.
 
-        Raises `BackendError` when the row holds values that are not finite.
+        Raises `BackendError` when the row holds values that are not finite, and of these
+        `GrammarFailed` where no token fits the lane's grammar, though its states are sound.
         """
+        ...
+
+    @property
+    def last_logprob(self) -> TokenLogprob | None:
+        """How likely the token sampled last was; None before it and without `logprobs`."""
         ...
 
     def close(self) -> None:
@@ -175,8 +142,19 @@ class Runtime(Protocol):
         """Return a copy of one row of the latest decode, shape (n_vocab,)."""
         ...
 
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raise `InvalidArgument` for what this model cannot do; to be called from any thread.
+
+        That is a bias on tokens it does not have, a grammar that cannot be followed, and a schema
+        that cannot be turned into one. Cheap where none of these is set.
+        """
+        ...
+
     def sampler(self, sampling: Sampling, history: Sequence[int]) -> Sampler:
-        """Return a sampler; `history` are the tokens its repeat penalty already sees."""
+        """Return a sampler; `history` are the tokens its penalties already see.
+
+        Raises `InvalidArgument` where `check_sampling` would.
+        """
         ...
 
     def length(self, sequence: int) -> int:
@@ -233,7 +211,7 @@ class Runtime(Protocol):
     def save_state(self, sequence: int, tokens: Sequence[int]) -> bytes:
         """Return the recurrent state alone; where there is none, a blob that only checks.
 
-        Everywhere except where rows cannot be sliced though there are some (`windowed`).
+        Refused only where there are rows that cannot be sliced.
         """
         ...
 

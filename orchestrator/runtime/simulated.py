@@ -38,6 +38,7 @@ from orchestrator.runtime.checks import (
     check_sequence,
 )
 from orchestrator.runtime.protocol import Chunk, Limits, MemoryKind, Model, Sampling
+from orchestrator.runtime.sampling import BAN, TokenLogprob, check_bias, token_logprob
 from orchestrator.text.bytes import ByteTokenizer
 
 _MASK = (1 << 64) - 1
@@ -90,12 +91,18 @@ class _Held:
 
 
 class SimulatedSampler:
-    """Greedy takes the hash's token; with a temperature the seed and a count are mixed in."""
+    """Greedy takes the hash's token; with a temperature the seed and a count are mixed in.
+
+    A bias is added as it would be on a real model; filters and penalties change nothing.
+    """
 
     def __init__(self, runtime: SimulatedRuntime, sampling: Sampling) -> None:
         self._runtime = runtime
         self._salt = None if sampling.temperature == 0 else (sampling.seed or 0)
+        self._bias = sampling.logit_bias
+        self._n_top = sampling.logprobs
         self._count = 0
+        self.last_logprob: TokenLogprob | None = None
 
     def sample(self, row: int) -> int:
         """Return the next token from a row of the latest decode call."""
@@ -103,7 +110,16 @@ class SimulatedSampler:
         if self._salt is not None:
             self._count += 1
             value = _mix(value, self._salt, self._count)
-        return self._runtime.token_of(value)
+        token = self._biased(value) if self._bias else self._runtime.token_of(value)
+        if self._n_top is not None:
+            self.last_logprob = token_logprob(self._runtime.logits(row), token, self._n_top)
+        return token
+
+    def _biased(self, value: int) -> int:
+        logits = self._runtime.logits_of(value)
+        for token, bias in self._bias.items():
+            logits[token] += -np.inf if bias == BAN else bias
+        return int(logits.argmax())
 
     def close(self) -> None:
         """Nothing is held."""
@@ -204,14 +220,27 @@ class SimulatedRuntime:
         return 32 + digest % 95
 
     def logits(self, row: int) -> NDArray[np.float32]:
-        """See `Runtime.logits`; the rest is noise well below the chosen token."""
-        digest = self.row(row)
+        """See `Runtime.logits`."""
+        return self.logits_of(self.row(row))
+
+    def logits_of(self, digest: int) -> NDArray[np.float32]:
+        """Return the logits of a digest: noise, well below the token it chooses."""
         noise = np.random.default_rng(digest).standard_normal(self.model.n_vocab)
         noise[self.token_of(digest)] = 10.0
         return noise.astype(np.float32)
 
+    def check_sampling(self, sampling: Sampling) -> None:
+        """See `Runtime.check_sampling`."""
+        check_bias(sampling.logit_bias, self.model.n_vocab)
+        if sampling.grammar is not None or sampling.json_schema is not None:
+            raise InvalidArgument(
+                "the simulated runtime takes no grammar and no json_schema, its replies are "
+                "noise; leave them out, or open a real model"
+            )
+
     def sampler(self, sampling: Sampling, history: Sequence[int]) -> SimulatedSampler:
         """See `Runtime.sampler`."""
+        self.check_sampling(sampling)
         return SimulatedSampler(self, sampling)
 
     # ---- sequences ----------------------------------------------------------------------------
