@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +343,107 @@ def test_a_long_head_is_encoded_once() -> None:
         assert tokenizer.asked < 1_000
 
 
+# --- where each message ends ---
+
+
+def spans(chatting: ChatCodec, *chat: dict[str, Any], **options: Any) -> list[str]:
+    """What each message adds, spelt; asserts that nothing is left out but the opener."""
+    prompt = chatting.encode(chat)
+    ends = chatting.ends(chat, prompt, **options)
+    assert len(ends) == len(chat)
+    told = [spelt(prompt, end) for end in ends]
+    assert prompt.text.removeprefix(told[-1]) in (prompt.opener, "")
+    return [text[len(before) :] for before, text in pairwise(["", *told])]
+
+
+def test_a_message_ends_where_the_chat_up_to_it_does() -> None:
+    chat = [SYSTEM, user("a"), assistant("b"), {"role": "tool", "content": "c"}, user("")]
+    assert spans(codec(), *chat) == [
+        f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in chat
+    ]
+
+
+def test_a_message_that_is_rendered_anew_ends_where_the_words_of_the_next_begin() -> None:
+    thought = assistant("<think>\nhm\n</think>\n\nb")
+    chat = [user("a"), thought, user("xy"), thought]
+    assert spans(codec("thinking"), *chat) == [
+        "<|im_start|>user\na<|im_end|>\n",
+        "<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\n",
+        "xy<|im_end|>\n",
+        "<|im_start|>assistant\n<think>\nhm\n</think>\n\nb<|im_end|>\n",
+    ]
+
+
+def test_a_system_text_that_moves_stands_before_the_words_it_moved_to() -> None:
+    parts = spans(codec_of(SOURCES["in last"]), SYSTEM, user("a"), assistant("b"), user("c"))
+    assert [parts[0], parts[-1]] == ["", "c<|im_end|>\n"]
+    assert "".join(parts[1:3]) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+        "<|im_start|>user\nBe brief. "
+    )
+    assert spans(codec_of(SOURCES["in first"]), SYSTEM, user("a"))[0].endswith("Be brief. ")
+
+
+def test_several_system_messages_have_an_end_each() -> None:
+    more = {"role": "developer", "content": "Be kind."}
+    first, second, question = spans(codec(), SYSTEM, more, user("a"))
+    assert first == "<|im_start|>system\nBe brief.\n\n"
+    assert second == "Be kind.<|im_end|>\n"
+    assert question == "<|im_start|>user\na<|im_end|>\n"
+
+
+def test_a_message_whose_end_cannot_be_found_has_no_span() -> None:
+    picky = "{% if messages[-1].content != 'c' %}{{ raise_exception('no') }}{% endif %}"
+    assert spans(codec_of(picky + NO_PROMPT), user("a"), assistant("b"), user("c")) == [
+        "",
+        "",
+        "[user] a[assistant] b[user] c",
+    ]
+
+
+def test_known_ends_are_not_sought_again() -> None:
+    chat = [SYSTEM, user("a"), assistant("b"), user("c")]
+    chatting = codec()
+    ends = chatting.ends(chat, chatting.encode(chat))
+    rendered: list[int] = []
+    fill = chatting.template.fill
+
+    def noting(told: Sequence[dict[str, Any]], **more: Any) -> str:
+        rendered.append(len(told))
+        return fill(told, **more)
+
+    prompt = chatting.encode(chat)
+    chatting.template.fill = noting  # type: ignore[assignment, method-assign]
+    assert chatting.ends(chat, prompt, known=ends[:3]) == ends
+    assert rendered == [4]
+    assert chatting.ends(chat, prompt, known=ends) == ends
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@given(
+    system=st.booleans(),
+    turns=st.lists(st.tuples(texts, texts), min_size=1, max_size=3),
+    last=texts,
+    open_=st.booleans(),
+)
+@settings(max_examples=30)
+def test_ends_ascend_and_never_leave_the_prompt(
+    name: str, system: bool, turns: list[tuple[str, str]], last: str, open_: bool
+) -> None:
+    chatting = codec_of(SOURCES[name], JoiningTokenizer(CONTROL, markers=MARKERS))
+    chat = [SYSTEM] * system
+    for question, reply in turns:
+        chat += [user(question), assistant(reply)]
+    chat += [user(last)] * open_
+    try:
+        prompt = chatting.encode(chat)
+    except InvalidArgument:  # "endless" makes nothing of an empty message
+        return
+    ends = chatting.ends(chat, prompt)
+    assert [0, *ends, len(prompt.tokens)] == sorted([0, *ends, len(prompt.tokens)])
+    assert chatting.ends(chat, prompt, known=ends[:1]) == ends
+
+
 # --- BOS ---
 
 
@@ -580,6 +682,20 @@ def test_raw_text_has_no_turn_and_may_hold_special_tokens() -> None:
     assert raw.complete("a\ud800\udc00").text == "a\ufffd\ufffd"
     with pytest.raises(InvalidArgument, match="empty"):
         raw.complete("")
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("adds", [True, False])
+def test_raw_text_that_follows_other_tokens_gets_no_bos_of_its_own(
+    adds: bool, special: bool
+) -> None:
+    raw = codec_of("", ByteTokenizer(["<s>"], bos="<s>", adds_bos=adds))
+    for text in ("ab", "<s>ab", "a<s>"):
+        written = raw.tokenizer.encode(text, special=special)
+        assert raw.raw(text, special=special, continues=True) == tuple(written)
+        begins = special and text.startswith("<s>")
+        bos = [N_BYTES] * (adds and not begins)
+        assert raw.raw(text, special=special) == (*bos, *written)
 
 
 def test_a_prompt_survives_json_and_hashing() -> None:

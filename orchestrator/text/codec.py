@@ -137,6 +137,61 @@ class ChatCodec:
             raise InvalidArgument("the prompt is empty; give at least one character")
         return Prompt(prompt.tokens, turn=0, floor=0, text=text, opener="")
 
+    def raw(self, text: str, *, special: bool = True, continues: bool = False) -> tuple[int, ...]:
+        """The tokens of raw text, as in `complete`; without a BOS where it `continues` others."""
+        tokens, bos = self.complete(text, special=special).tokens, self.tokenizer.bos
+        if not continues or bos is None or not self.tokenizer.adds_bos:
+            return tokens
+        written = special and text.startswith(self.tokenizer.token_text(bos))
+        return tokens if written else tokens[1:]
+
+    def ends(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        prompt: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        known: Sequence[int] = (),
+    ) -> tuple[int, ...]:
+        """Where in `prompt`, made of `messages`, each of them ends; `known`: the first ends.
+
+        A message ends where the chat up to it does. Where that is rendered otherwise once more
+        follows (reasoning is dropped then), or not at all, it ends where the words of the next
+        message begin; and where the template shows neither, where the one before it does.
+        """
+        found = list(known)
+        for at in range(len(found), len(messages)):
+            end = self._end(messages, at, prompt, tools, arguments)
+            found.append(min(max(end, *found[-1:], 0), len(prompt.tokens)))
+        return tuple(found)
+
+    def _end(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        at: int,
+        prompt: Prompt,
+        tools: Sequence[Mapping[str, Any]] | None,
+        arguments: Mapping[str, Any] | None,
+    ) -> int:
+        def attempted(*more: Mapping[str, Any]) -> str | None:
+            told = [*messages[: at + 1], *more]
+            chat = _Chat(self.template, self._guard, told, tools, arguments)
+            return chat.attempted(chat.messages)
+
+        until = attempted()
+        if until is not None and prompt.text.startswith(unmarked(until)):
+            return self._shared(prompt.tokens, until)
+        if at + 1 == len(messages):
+            return prompt.turn
+        others = [attempted({**_bare(messages[at + 1]), "content": p}) for p in _OTHER_QUESTIONS]
+        ends = [self._shared(prompt.tokens, other) for other in others if other is not None]
+        return min(ends, default=0)
+
+    def _shared(self, tokens: tuple[int, ...], text: str) -> int:
+        """How many of `tokens` marked `text` begins with."""
+        return common_length(tokens, self._encoder.encode(text).tokens)
+
     def _common(self, prompt: Encoding, *texts: str | None) -> int:
         """The length of the prefix of `prompt` that all other `texts` share, 0 without any.
 
@@ -210,6 +265,11 @@ class _Chat:
         asked = ([{"role": "user", "content": probe}] for probe in _OTHER_QUESTIONS)
         others = ([*head, *self._template.prepared(each)] for each in asked)
         return [self.attempted(other, generation=True) for other in others]
+
+
+def _bare(message: Mapping[str, Any]) -> dict[str, Any]:
+    """`message` without what it says."""
+    return {key: message[key] for key in ("role", "name", "tool_call_id") if key in message}
 
 
 def _opener(prompt: str, *others: str | None) -> str:
