@@ -107,7 +107,7 @@ class Core:
             raise PromptTooLong(len(request.tokens), limits.n_context)
         if min(request.tokens) < 0 or max(request.tokens) >= model.n_vocab:
             raise InvalidArgument(f"token ids must lie in 0 to {model.n_vocab - 1}")
-        getattr(self._runtime, "check_sampling", lambda sampling: None)(request.sampling)
+        self._runtime.check_sampling(request.sampling)
         ticket = Ticket(request, listener, self._clock)
         try:
             self._scheduler.reserve(self._retry_after)
@@ -119,6 +119,8 @@ class Core:
     def enqueue(self, ticket: Ticket) -> None:
         """Queue a checked request."""
         self._scheduler.add(ticket)
+        for lane in self._lanes:
+            self._announce(ticket, lane)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         """Check and queue a request in one go."""
@@ -335,6 +337,8 @@ class Core:
             cached = lane.cached
             lane.begin()
             self.counters.reused += lane.cached - cached
+            for ticket in self._scheduler:
+                self._announce(ticket, lane)
             return
         self._keeper.release(lane, None)
         self._lanes.remove(lane)
@@ -354,6 +358,14 @@ class Core:
         return request.use_cache and self._options.checkpoints
 
     # ---- waiting for others, and making way for them ------------------------------------------
+
+    def _announce(self, ticket: Ticket, lane: Lane) -> None:
+        """Have a lane keep what a request behind it shares, also while no other lane is free.
+
+        Where rows can be cut what the lane leaves behind serves anyway.
+        """
+        if ticket.lane is None and self._uses_cache(ticket.request) and not self._divisible:
+            self._shared_with(ticket, lane, len(ticket.request.tokens) - self._unread(ticket))
 
     def _waits(self, ticket: Ticket) -> bool:
         """Return whether a request had better wait for a prefix that a lane is reading.
