@@ -36,7 +36,7 @@ from orchestrator.errors import (
     PoolFull,
     PromptTooLong,
 )
-from orchestrator.pool.checkpoint import Kind, Stop
+from orchestrator.pool.checkpoint import Checkpoint, Kind, Stop
 from orchestrator.pool.index import common_length
 from orchestrator.pool.placement import BLOCK_LEAST
 from orchestrator.pool.pool import Admission, Budgets, Claim
@@ -162,10 +162,10 @@ class Core:
         try:
             self._end_lanes(error)
         finally:
+            self._keeper.lose()
             for ticket in self._scheduler:
                 if ticket.lane is not None:
-                    ticket.lane.parked = None
-            self._keeper.lose()
+                    self._hold_what_stands(ticket.lane)
             self.counters.recoveries += 1
 
     def end_all(self, error: OrchestratorError) -> None:
@@ -224,6 +224,8 @@ class Core:
             ticket.answer(Finished(ticket.never_ran(reason)))
             return
         self._unpark(lane)
+        if not lane.admission.keeps:
+            self._discard(lane.parked)
         lane.sampler.close()
         reason = "cancelled" if ticket.is_cancelled else reason
         ticket.answer(Finished(lane.finish(reason, self._clock())))
@@ -245,7 +247,7 @@ class Core:
     def _admit(self) -> None:
         """Give lanes to waiting requests, in order, as far as there is room."""
         n_free = self._options.n_lanes - len(self._lanes)
-        if not len(self._scheduler) or (not n_free and not self._preemptible()):
+        if not len(self._scheduler) or (not n_free and not self._any_makes_way):
             return
         for ticket in self._scheduler.order(self._clock(), self._unread):
             if len(self._lanes) >= self._options.n_lanes and not self._preempt_for(ticket):
@@ -331,8 +333,7 @@ class Core:
     def _seated(self, lane: Lane, stands: bool) -> None:
         """Begin a lane whose seed stands, or admit it again where it was refused."""
         parked, lane.parked = lane.parked, None
-        if parked is not None and not parked.leases and parked in self._keeper.pool.checkpoints:
-            self._keeper.drop([parked] if parked.kind == "partial" else [])
+        self._discard(parked)
         if stands:
             cached = lane.cached
             lane.begin()
@@ -401,16 +402,32 @@ class Core:
     def _divisible(self) -> bool:
         return self._runtime.model.memory == "attention" and self._runtime.limits.copies
 
-    def _preemptible(self) -> list[Lane]:
-        return [lane for lane in self._lanes if lane.ticket.rank == 2]
+    @property
+    def _any_makes_way(self) -> bool:
+        return any(lane.ticket.rank == 2 for lane in self._lanes)
+
+    def _victim_for(self, ticket: Ticket) -> Lane | None:
+        """Return the background lane that makes way for an interactive request, if one does.
+
+        One that has waited for its turn so long that it would go first makes way for nobody.
+        """
+        if ticket.rank != 0:
+            return None
+        now = self._clock()
+        level = self._scheduler.level(ticket, now)
+        victims = [
+            lane
+            for lane in self._lanes
+            if lane.ticket.rank == 2 and self._scheduler.level(lane.ticket, now) > level
+        ]
+        return victims[-1] if victims else None
 
     def _preempt_for(self, ticket: Ticket) -> bool:
         """Let a background lane make way for an interactive request, if there is one."""
-        victims = self._preemptible()
-        if ticket.rank != 0 or not victims:
-            return False
-        self._park(victims[-1])
-        return True
+        victim = self._victim_for(ticket)
+        if victim is not None:
+            self._park(victim)
+        return victim is not None
 
     def _park(self, lane: Lane) -> None:
         """Put a lane's request back into the queue; its state stays, held by a lease."""
@@ -432,12 +449,26 @@ class Core:
         if lane.parked is not None:
             lane.parked.leases -= 1
 
+    def _hold_what_stands(self, lane: Lane) -> None:
+        """Hold on to the state of a preempted request where a loss of all sequences left it."""
+        if lane.parked in self._keeper.pool.checkpoints:
+            self._repark(lane)
+        else:
+            lane.parked = None
+
+    def _discard(self, parked: Checkpoint | None) -> None:
+        """Give up a state that was kept for a preempted request alone."""
+        if parked is None or parked.leases or parked.kind != "partial":
+            return
+        if parked in self._keeper.pool.checkpoints:
+            self._keeper.drop([parked])
+
     def _without_room(self, ticket: Ticket) -> bool:
         """Act where a request finds no room; True when it was refused for good."""
         if self._lanes or self._keeper.mover.is_busy:
-            victims = self._preemptible()
-            if ticket.rank == 0 and victims:
-                self._give_way(victims[-1])
+            victim = self._victim_for(ticket)
+            if victim is not None:
+                self._give_way(victim)
                 return self._seat(ticket)  # at once, or the next step would give it away again
             return False
         if self._reclaim(ticket):

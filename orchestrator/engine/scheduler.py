@@ -2,8 +2,8 @@
 
 Waiting requests are ordered by
 
-    class, aged      interactive < default < background; every `ageing` seconds of waiting count as
-                     one class, so that nothing waits for ever
+    class, aged      interactive < default < background; every `ageing` seconds in the queue, those
+                     before a preemption too, count as one class, so that nothing waits for ever
     share            the client that has been served least, within a class
     remaining        the shortest prefill first, within a client
     arrival          first come, first served, among equals
@@ -101,6 +101,7 @@ class Scheduler:
     def add(self, ticket: Ticket) -> None:
         """Queue a ticket whose place was reserved."""
         ticket.patience = self._patience.prefix_steps
+        ticket.queued = ticket.submitted
         self._tickets[ticket] = None
         self.shares.arrive(ticket.request.client)
 
@@ -108,17 +109,25 @@ class Scheduler:
         """Queue a ticket again that ran; it keeps its age, and is never refused."""
         with self._places:
             self._n_taken += 1
+        ticket.queued = ticket.clock()
         self._tickets[ticket] = None
 
     def remove(self, ticket: Ticket) -> None:
         """Take a ticket out of the queue."""
         del self._tickets[ticket]
+        ticket.waited += self._since_queued(ticket, ticket.clock())
+        ticket.queued = None
         with self._places:
             self._n_taken -= 1
 
     def level(self, ticket: Ticket, now: float) -> int:
         """Return a ticket's class once its waiting is counted; lower goes first."""
-        return ticket.rank - int((now - ticket.submitted) / self._patience.ageing)
+        waited = ticket.waited + self._since_queued(ticket, now)
+        return ticket.rank - int(waited / self._patience.ageing)
+
+    @staticmethod
+    def _since_queued(ticket: Ticket, now: float) -> float:
+        return 0.0 if ticket.queued is None else now - ticket.queued
 
     def order(self, now: float, remaining: Callable[[Ticket], int]) -> list[Ticket]:
         """Return the waiting tickets, the next one first."""

@@ -40,7 +40,8 @@ class Ticket:
     """One submitted request.
 
     `path` is its packed prompt. `lane` is where it stood when it was preempted, None before it
-    ever ran; `patience` the steps it will still wait for a prefix that another lane reads.
+    ever ran; `patience` the steps it will still wait for a prefix that another lane reads. It has
+    been in the queue for `waited` seconds in all, not counting those since `queued`.
     """
 
     request: Request
@@ -48,6 +49,8 @@ class Ticket:
     clock: Clock
     patience: int = 0
     submitted: float = 0.0
+    waited: float = 0.0
+    queued: float | None = None
     path: bytes = b""
     number: int = field(default_factory=lambda: next(_numbers))
     lane: Lane | None = None
