@@ -35,8 +35,8 @@ def _quiet(level: int, text: bytes, data: object) -> None:
 class Plain:
     """A model with its context; positions are counted per sequence. Use `opened`."""
 
-    def __init__(self, model: Any, context: Any) -> None:
-        self.model, self.context = model, context
+    def __init__(self, model: Any, context: Any, n_batch: int) -> None:
+        self.model, self.context, self.n_batch = model, context, n_batch
         self.vocabulary = api.llama_model_get_vocab(model)
         self.n_vocab: int = api.llama_vocab_n_tokens(self.vocabulary)
         self.lengths: dict[int, int] = {}
@@ -47,8 +47,8 @@ class Plain:
 
     def feed(self, tokens: Sequence[int], sequence: int = 0) -> Logits:
         """Evaluate `tokens` behind what `sequence` holds; return the last logits."""
-        for start in range(0, len(tokens), N_BATCH):
-            self._decode(tokens[start : start + N_BATCH], sequence)
+        for start in range(0, len(tokens), self.n_batch):
+            self._decode(tokens[start : start + self.n_batch], sequence)
         row = api.llama_get_logits_ith(self.context, -1)
         return np.ctypeslib.as_array(row, (self.n_vocab,)).copy()
 
@@ -120,8 +120,18 @@ def zeroed(state: bytes) -> bytes:
 
 
 @contextmanager
-def opened(path: Path, n_context: int = 2048, n_thread: int = 2) -> Iterator[Plain]:
-    """Load a model. One thread suits the tiny ones: two would wait for each other on every node."""
+def opened(
+    path: Path,
+    n_context: int = 2048,
+    n_thread: int = 2,
+    *,
+    n_batch: int = N_BATCH,
+    type_v: int = 1,
+) -> Iterator[Plain]:
+    """Load a model; `type_v` is a ggml type number, 1 for F16.
+
+    One thread suits the tiny ones: two would wait for each other on every node.
+    """
     api.llama_log_set(_quiet, ctypes.c_void_p(0))
     settings = api.llama_model_default_params()
     settings.use_extra_bufts = False
@@ -129,13 +139,14 @@ def opened(path: Path, n_context: int = 2048, n_thread: int = 2) -> Iterator[Pla
     model = api.llama_model_load_from_file(str(path).encode(), settings)
     assert model, path
     shape = api.llama_context_default_params()
-    shape.n_ctx, shape.n_batch, shape.n_ubatch, shape.n_seq_max = n_context, N_BATCH, N_BATCH, 2
+    shape.n_ctx, shape.n_batch, shape.n_ubatch, shape.n_seq_max = n_context, n_batch, n_batch, 2
+    shape.type_v = type_v
     shape.n_threads = shape.n_threads_batch = n_thread
     shape.kv_unified, shape.flash_attn_type = True, 1
     context = api.llama_init_from_model(model, shape)
     assert context, path
     try:
-        yield Plain(model, context)
+        yield Plain(model, context, n_batch)
     finally:
         api.llama_free(context)
         api.llama_model_free(model)

@@ -24,10 +24,12 @@ from orchestrator.engine.core import Core, Options
 from orchestrator.engine.counters import Counters, Occupancy
 from orchestrator.engine.opening import Choices, Opened, Progress, open_model
 from orchestrator.engine.request import Priority, Request, Sampling, TemplateArguments
+from orchestrator.engine.session import Session, SessionSettings
 from orchestrator.engine.stream import Stream
 from orchestrator.engine.worker import Worker
 from orchestrator.errors import EngineClosed, InvalidArgument
 from orchestrator.pool.checkpoint import Kind
+from orchestrator.pool.index import pack
 from orchestrator.runtime.protocol import MemoryKind, Runtime
 from orchestrator.text.codec import ChatCodec, Prompt
 from orchestrator.text.reasoning import leaves_open
@@ -46,6 +48,7 @@ class ModelInfo:
     n_context: int
     n_cells: int
     n_sequences: int
+    n_vocab: int
     state_bytes: int
     cell_bytes: int
     exact: bool
@@ -89,14 +92,25 @@ class Engine:
         chat_template: Path | None = None,
         checkpoints: int | None = None,
         history: int | None = None,
+        lanes: int | None = None,
+        exact: bool = False,
+        resident_cells: int | None = None,
+        exported_bytes: int | None = None,
+        exported_tokens: int | None = None,
+        queue: int | None = None,
         on_progress: Progress | None = None,
     ) -> Engine:
         """Open a model by its name in `models.toml`, by the path of its GGUF, or by its spec.
 
-        `ctx` tokens per request; `gpu_layers` None puts all there where the library can.
-        `checkpoints`: how many states are kept at most; None takes what memory allows, 0 keeps
-        and reuses nothing. `history`: how many of them may be states that a chat has gone past,
-        for going back (undo, edit); None is a half. `on_progress` gets lines for a person.
+        `ctx` tokens per request and `lanes` requests at once (1); the pool holds both multiplied.
+        `queue`: how many more may wait (256). `gpu_layers` None puts all there where the library
+        can. `exact`: bitwise the same replies, warm or cold, alone or among others, at a price.
+
+        `checkpoints`: how many states stay in the context at most; None takes what memory allows,
+        0 keeps and reuses nothing. `resident_cells`: how many of its cells they may fill, lanes
+        included. `exported_bytes` and `exported_tokens`: what host memory holds beyond that (an
+        eighth of what is free). `history`: how many may be states that a chat has gone past, for
+        going back (undo, edit); None is a half. `on_progress` gets lines for a person.
 
         Raises `ConfigError` or `ModelFileError` for what is wrong with the name or the file,
         `BackendError` when llama.cpp cannot open it.
@@ -108,6 +122,12 @@ class Engine:
             chat_template=chat_template,
             checkpoints=checkpoints,
             history=history,
+            lanes=lanes,
+            exact=exact,
+            resident_cells=resident_cells,
+            exported_bytes=exported_bytes,
+            exported_tokens=exported_tokens,
+            queue=queue,
         )
         return cls._start(lambda: open_model(model, choices, on_progress or (lambda line: None)))
 
@@ -230,6 +250,35 @@ class Engine:
         with self._open_vocabulary():
             return self._codec.encode(messages, tools=tools, arguments=template_arguments)
 
+    def tokenize(
+        self, text: str, *, special: bool = True, continues: bool = False
+    ) -> tuple[int, ...]:
+        """Return the tokens of raw text; where it `continues` others, without a BOS before it.
+
+        `special` False leaves special tokens in it as plain text. Raises `InvalidArgument` where
+        there is none.
+        """
+        with self._open_vocabulary():
+            return self._codec.raw(text, special=special, continues=continues)
+
+    def message_ends(
+        self,
+        messages: Messages,
+        prompt: Prompt,
+        *,
+        tools: Messages | None = None,
+        template_arguments: TemplateArguments | None = None,
+        known: Sequence[int] = (),
+    ) -> tuple[int, ...]:
+        """Return where in `prompt`, which `encode` made of `messages`, each of them ends.
+
+        `known` ends, those of the first messages, are not sought again. See `ChatCodec.ends`.
+        """
+        with self._open_vocabulary():
+            return self._codec.ends(
+                messages, prompt, tools=tools, arguments=template_arguments, known=known
+            )
+
     @contextmanager
     def _open_vocabulary(self) -> Iterator[None]:
         with self._encoding:
@@ -252,6 +301,44 @@ class Engine:
     def unknown_arguments(self, arguments: TemplateArguments) -> list[str]:
         """Return the names in `arguments` that the chat template never reads."""
         return [name for name in arguments if name not in self._codec.template.variables]
+
+    @property
+    def default_sampling(self) -> Sampling:
+        """How a request samples that says nothing about it."""
+        return self._sampling
+
+    # ---- sessions -----------------------------------------------------------------------------
+
+    def create_session(
+        self,
+        *,
+        system: str | None = None,
+        messages: Messages = (),
+        tools: Messages | None = None,
+        template_arguments: TemplateArguments | None = None,
+        sampling: Sampling | None = None,
+        priority: Priority = "default",
+        client: str | None = None,
+        name: str | None = None,
+    ) -> Session:
+        """Return a growing sequence of tokens, driven by messages or by tokens alone (`session`).
+
+        With a `system` text, `messages`, `tools` or `template_arguments` it is driven by messages;
+        else what is appended first decides. `name` is for people. Raises `InvalidArgument`.
+        """
+        head = [] if system is None else [{"role": "system", "content": system}]
+        settings = SessionSettings(tools, template_arguments, sampling, priority, client)
+        return Session.create(self, settings, [*head, *messages], name)
+
+    def warm(self, tokens: Sequence[int]) -> int:
+        """Return how many of `tokens` a request would be started from that goes on from them."""
+        path = pack((*tokens, 0))
+
+        def look_up(core: Core) -> int:
+            seed = core._keeper.pool.book.longest(path)
+            return seed.length if seed else 0
+
+        return self._worker.call(look_up)
 
     # ---- the engine itself --------------------------------------------------------------------
 
@@ -288,6 +375,7 @@ def _info(opened: Opened) -> ModelInfo:
         n_context=limits.n_context,
         n_cells=limits.n_cells,
         n_sequences=limits.n_sequences,
+        n_vocab=runtime.model.n_vocab,
         state_bytes=limits.state_bytes,
         cell_bytes=limits.cell_bytes,
         exact=opened.exact,

@@ -23,6 +23,7 @@ from orchestrator.engine.request import (
     Prefilling,
     Text,
     Timings,
+    TokenLogprob,
     Usage,
 )
 from orchestrator.engine.ticket import Ticket
@@ -104,6 +105,7 @@ class Lane:
         self._known.frombytes(ticket.path)
         self._n_context = n_context
         self._reply = _Reply(Detokenizer(tokenizer), StopStrings(request.stop))
+        self._logprobs: list[TokenLogprob] = []
         self._tokenizer = tokenizer
         self._watch = _Watch(now)
         self.seat(admission)
@@ -221,6 +223,8 @@ class Lane:
         if self._tokenizer.is_end(token):
             return "stop"
         self._known.append(token)
+        if self.sampler.last_logprob is not None:
+            self._logprobs.append(self.sampler.last_logprob)
         self._show(self._reply.add(token), now)
         if self._reply.stopped:
             return "stop"
@@ -240,6 +244,7 @@ class Lane:
             finish_reason=reason,
             usage=self._usage(),
             timings=self._timings(now),
+            logprobs=tuple(self._logprobs),
         )
 
     def _show(self, text: str, now: float) -> None:

@@ -15,12 +15,13 @@ from orchestrator import config
 from orchestrator.config import ModelSpec
 from orchestrator.engine.core import Options
 from orchestrator.engine.exactness import steadied
+from orchestrator.engine.scheduler import Patience
 from orchestrator.errors import ConfigError, InvalidArgument
 from orchestrator.models.demo import ensure_demo
 from orchestrator.models.inspect import ModelFile, inspect
 from orchestrator.pool.pool import Budgets
 from orchestrator.runtime.llama import Settings, n_cores, open_llama
-from orchestrator.runtime.protocol import Runtime, Sampling
+from orchestrator.runtime.protocol import Limits, Runtime, Sampling
 from orchestrator.text.template import ChatTemplate
 
 Progress = Callable[[str], None]
@@ -30,7 +31,10 @@ N_CONTEXT_DEFAULT = 8192
 
 N_CONTEXT_MOST = 1 << 24
 N_SEQUENCES_MOST = 32
+N_LANES_MOST = 64
+_SPARES_LEAST = 3  # a turn keeps its turn, resend and reply points
 _STATE_SHARE = 8  # an eighth of the memory that is available may go to recurrent states
+_EXPORT_SHARE = 8  # and as much to checkpoints in host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,21 @@ class Choices:
     chat_template: Path | None = None
     checkpoints: int | None = None
     history: int | None = None
+    lanes: int | None = None
+    exact: bool = False
+    resident_cells: int | None = None
+    exported_bytes: int | None = None
+    exported_tokens: int | None = None
+    queue: int | None = None
 
     def __post_init__(self) -> None:
+        _at_least("lanes", self.lanes, 1)
+        if self.lanes is not None and self.lanes > N_LANES_MOST:
+            raise InvalidArgument(f"lanes is {self.lanes}, must be at most {N_LANES_MOST}")
+        _at_least("resident_cells", self.resident_cells, 0)
+        _at_least("exported_bytes", self.exported_bytes, 0)
+        _at_least("exported_tokens", self.exported_tokens, 0)
+        _at_least("queue", self.queue, 1)
         _at_least("ctx", self.ctx, 1)
         if self.ctx is not None and self.ctx > N_CONTEXT_MOST:
             raise InvalidArgument(f"ctx is {self.ctx:,}, must be at most {N_CONTEXT_MOST:,}")
@@ -89,7 +106,7 @@ def open_model(model: str | Path | ModelSpec, choices: Choices, on_progress: Pro
     runtime = open_llama(path, kernels.settings)
     try:
         template = _template(runtime, choices.chat_template)
-        options = _options(runtime.limits.n_sequences, choices)
+        options = _options(runtime.limits, choices)
     except BaseException:
         runtime.close()
         raise
@@ -104,6 +121,8 @@ def _merged(choices: Choices, spec: ModelSpec) -> Choices:
         ctx=spec.ctx if choices.ctx is None else choices.ctx,
         threads=spec.threads if choices.threads is None else choices.threads,
         gpu_layers=spec.gpu_layers if choices.gpu_layers is None else choices.gpu_layers,
+        lanes=spec.lanes if choices.lanes is None else choices.lanes,
+        exact=choices.exact or bool(spec.exact),
         chat_template=spec.template if choices.chat_template is None else choices.chat_template,
     )
 
@@ -125,29 +144,46 @@ def _settings(file: ModelFile, choices: Choices) -> Settings:
     wanted = choices.ctx
     if wanted is None:
         wanted = min(N_CONTEXT_DEFAULT, file.n_ctx_train or N_CONTEXT_DEFAULT)
+    lanes = choices.lanes or 1
     return Settings(
         n_context=wanted,
-        n_sequences=_n_sequences(choices.checkpoints),
-        n_sequences_most=N_SEQUENCES_MOST,
+        n_cells=min(wanted * lanes, N_CONTEXT_MOST),
+        n_sequences=_n_sequences(choices),
+        n_sequences_least=lanes + _SPARES_LEAST,
+        n_sequences_most=max(N_SEQUENCES_MOST, 2 * lanes),
         state_budget=available_memory() // _STATE_SHARE,
         threads=choices.threads,
         gpu_layers=choices.gpu_layers,
     )
 
 
-def _n_sequences(checkpoints: int | None) -> int | None:
-    """One lane, one sequence per checkpoint; None is as many as memory allows."""
-    if checkpoints is None:
+def _n_sequences(choices: Choices) -> int | None:
+    """One for each lane and each resident checkpoint; None is as many as memory allows."""
+    lanes = choices.lanes or 1
+    if choices.checkpoints is None:
         return None
-    if checkpoints + 1 > 256:
-        raise InvalidArgument(f"checkpoints is {checkpoints}, llama.cpp holds at most 255")
-    return checkpoints + 1
+    if choices.checkpoints + lanes > 255:
+        raise InvalidArgument(
+            f"checkpoints is {choices.checkpoints} and lanes {lanes}, "
+            "llama.cpp holds 255 sequences in all; lower one of them"
+        )
+    return choices.checkpoints + lanes
 
 
-def _options(n_sequences: int, choices: Choices) -> Options:
-    spare = max(0, n_sequences - 4)  # a lane, and a turn's own turn, resend and reply
-    history = spare // 2 if choices.history is None else choices.history
-    return Options(checkpoints=choices.checkpoints != 0, budgets=Budgets(history=history))
+def _options(limits: Limits, choices: Choices) -> Options:
+    lanes = choices.lanes or 1
+    spare = max(0, limits.n_sequences - lanes - _SPARES_LEAST)
+    exported = choices.exported_bytes
+    if exported is None:
+        exported = available_memory() // _EXPORT_SHARE
+    budgets = Budgets(
+        resident_cells=choices.resident_cells,
+        exported_bytes=exported,
+        exported_tokens=choices.exported_tokens,
+        history=spare // 2 if choices.history is None else choices.history,
+    )
+    patience = Patience() if choices.queue is None else Patience(n_waiting=choices.queue)
+    return Options(lanes, choices.checkpoints != 0, budgets, patience)
 
 
 def _template(runtime: Runtime, file: Path | None) -> ChatTemplate:

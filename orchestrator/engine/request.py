@@ -15,6 +15,7 @@ from typing import Literal
 from orchestrator.errors import InvalidArgument
 from orchestrator.runtime.protocol import GREEDY as GREEDY
 from orchestrator.runtime.protocol import Sampling as Sampling
+from orchestrator.runtime.sampling import TokenLogprob as TokenLogprob
 from orchestrator.text.stops import StopStrings
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
@@ -150,13 +151,17 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A finished request. `tokens` are the ids sampled, the end token left out."""
+    """A finished request. `tokens` are the ids sampled, the end token left out.
+
+    `logprobs` has an entry for each of them where `Sampling.logprobs` asked for it.
+    """
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
