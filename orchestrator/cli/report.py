@@ -13,13 +13,14 @@ from orchestrator.cli.inline import DIM
 from orchestrator.cli.reply import Reply
 from orchestrator.engine.request import Outcome
 
-_ENDS = {"length": "cut off at the limit", "cancelled": "stopped"}
+_ENDS = {"length": "cut off at the limit", "cancelled": "stopped", "deadline": "out of time"}
 
 
 def outcome_line(outcome: Outcome) -> str:
     """Return one line: tokens of the prompt, reused, evaluated; time to first text; pace."""
     usage, timings = outcome.usage, outcome.timings
-    origin = f" ({usage.seeded_from})" if usage.seeded_from else ""
+    tier = ", from host memory" if usage.seeded_tier == "exported" else ""
+    origin = f" ({usage.seeded_from}{tier})" if usage.seeded_from else ""
     parts = [
         f"prompt {usage.prompt_tokens:,}",
         f"reused {usage.cached_tokens:,}{origin}",
@@ -83,14 +84,26 @@ def _rows(value: Any, indent: str = "") -> list[tuple[str, str]]:
         name, held = indent + each.name.replace("_", " "), getattr(value, each.name)
         if is_dataclass(held):
             rows += [(name, ""), *_rows(held, indent + "  ")]
+        elif isinstance(held, tuple) and held and all(is_dataclass(one) for one in held):
+            rows += [(name, ""), *((f"{indent}  {at}", _line(one)) for at, one in enumerate(held))]
         else:
             rows.append((name, _shown(held, in_bytes=each.name.endswith("_bytes"))))
     return rows
 
 
+def _line(value: Any) -> str:
+    """Return the fields of a dataclass in one line."""
+    named = ((each.name.replace("_", " "), getattr(value, each.name)) for each in fields(value))
+    return ", ".join(f"{name} {_shown(held)}" for name, held in named)
+
+
 def _shown(value: object, *, in_bytes: bool = False) -> str:
     if in_bytes and isinstance(value, int):
         return decimal(value)
+    if value is None:
+        return "no limit"
+    if value == ():
+        return "none"
     if isinstance(value, bytes):
         return value.hex()[:16]
     if isinstance(value, dict):

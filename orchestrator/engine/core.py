@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.engine.counters import Counters, LaneView, Occupancy
@@ -663,10 +664,6 @@ class Core:
         """Return what the pool holds now."""
         limits, pool, ledger = self._runtime.limits, self._keeper.pool, self._keeper.memory.ledger
         used = limits.n_sequences - pool.free_sequences
-        tiers = pool.book.count()
-        kinds: dict[Kind, int] = {}
-        for (kind, _), count in tiers.items():
-            kinds[kind] = kinds.get(kind, 0) + count
         budgets = pool.budgets
         return Occupancy(
             lanes=len(self._lanes),
@@ -677,8 +674,9 @@ class Core:
             cells_used=ledger.used,
             cells_total=None if ledger.free is None else limits.n_cells,
             cells_budget=None if ledger.free is None else budgets.resident_cells,
-            checkpoints=kinds,
-            tiers=tiers,
+            checkpoints=_kinds(pool.checkpoints),
+            resident=_kinds(pool.book.resident()),
+            exported=_kinds(pool.book.exported()),
             resident_bytes=used * limits.state_bytes + ledger.used * limits.cell_bytes,
             exported_bytes=pool.exported_bytes,
             exported_bytes_budget=budgets.exported_bytes,
@@ -686,6 +684,10 @@ class Core:
             exported_tokens_budget=budgets.exported_tokens,
             running=tuple(_view(lane) for lane in self._lanes),
         )
+
+
+def _kinds(checkpoints: Iterable[Checkpoint]) -> dict[Kind, int]:
+    return dict(Counter(checkpoint.kind for checkpoint in checkpoints))
 
 
 def _view(lane: Lane) -> LaneView:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from orchestrator.engine.request import Priority
-from orchestrator.pool.checkpoint import Kind, Tier
+from orchestrator.pool.checkpoint import Kind
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class LaneView:
-    """One running request: tokens that stand, of those known so far, and what it does."""
+    """One running request: what it does, and how many of its `known` tokens are `fed`."""
 
     sequence: int
     priority: Priority
@@ -59,8 +59,9 @@ class Occupancy:
     """What the pool holds now, in sequences, cells (one per token) and bytes.
 
     `cells_total` is None where tokens take no cell; `cells_budget` is what checkpoints may fill,
-    lanes included. `checkpoints` counts by kind, `tiers` by kind and tier. `resident_bytes` are
-    what the used sequences and cells take in the context, `exported_bytes` host memory.
+    lanes included (None: all). `checkpoints` counts by kind, `resident` and `exported` the same
+    in each tier. `resident_bytes` are what the used sequences and cells take in the context,
+    `exported_bytes` host memory; a budget of None is none.
     """
 
     lanes: int
@@ -72,7 +73,8 @@ class Occupancy:
     cells_total: int | None
     cells_budget: int | None
     checkpoints: dict[Kind, int]
-    tiers: dict[tuple[Kind, Tier], int]
+    resident: dict[Kind, int]
+    exported: dict[Kind, int]
     resident_bytes: int
     exported_bytes: int
     exported_bytes_budget: int

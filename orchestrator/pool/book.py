@@ -9,11 +9,10 @@ turn checkpoint of its newest turn; the exported totals are those of the exporte
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from orchestrator.pool.checkpoint import Checkpoint, Conversation, Kind, Tier
+from orchestrator.pool.checkpoint import Checkpoint, Conversation
 from orchestrator.pool.eviction import LATEST_TURN, OF_ONE_TURN, SHARED, SUPERSEDED, Standing
 from orchestrator.pool.index import PrefixIndex
 
@@ -55,10 +54,6 @@ class Book:
     def of(self, conversation: Conversation) -> Iterable[Checkpoint]:
         """All checkpoints that turns of a conversation kept."""
         return list(self._of.get(conversation, ()))
-
-    def count(self) -> dict[tuple[Kind, Tier], int]:
-        """Return how many checkpoints there are of each kind in each tier."""
-        return dict(Counter((c.kind, c.tier) for c in self.checkpoints))
 
     def is_latest_turn(self, checkpoint: Checkpoint) -> bool:
         """Return whether this is what its conversation's next turn will start from."""
