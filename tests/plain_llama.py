@@ -11,7 +11,7 @@ announce and do not run, stay out of it).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,22 @@ class Plain:
         api.llama_batch_free(batch)
         assert code == 0
         self.lengths[sequence] = position + len(tokens)
+
+    def step(self, latest: Mapping[int, int]) -> dict[int, int]:
+        """Evaluate the latest token of each sequence in one call; return the likeliest next."""
+        batch = api.llama_batch_init(len(latest), 0, 1)
+        batch.n_tokens = len(latest)
+        for place, (sequence, token) in enumerate(latest.items()):
+            batch.token[place], batch.pos[place] = token, self.lengths[sequence]
+            batch.n_seq_id[place], batch.seq_id[place][0] = 1, sequence
+            batch.logits[place] = True
+            self.lengths[sequence] += 1
+        code = api.llama_decode(self.context, batch)
+        api.llama_batch_free(batch)
+        assert code == 0
+        rows = (api.llama_get_logits_ith(self.context, place) for place in range(len(latest)))
+        best = (int(np.ctypeslib.as_array(row, (self.n_vocab,)).argmax()) for row in rows)
+        return dict(zip(latest, best, strict=True))
 
     def reply(self, logits: Logits, n_token: int, sequence: int = 0) -> list[int]:
         """Continue greedily from `logits` until the end of the turn or `n_token` tokens."""
@@ -126,6 +142,7 @@ def opened(
     n_thread: int = 2,
     *,
     n_batch: int = N_BATCH,
+    n_seq: int = 2,
     type_v: int = 1,
 ) -> Iterator[Plain]:
     """Load a model; `type_v` is a ggml type number, 1 for F16.
@@ -139,7 +156,7 @@ def opened(
     model = api.llama_model_load_from_file(str(path).encode(), settings)
     assert model, path
     shape = api.llama_context_default_params()
-    shape.n_ctx, shape.n_batch, shape.n_ubatch, shape.n_seq_max = n_context, n_batch, n_batch, 2
+    shape.n_ctx, shape.n_batch, shape.n_ubatch, shape.n_seq_max = n_context, n_batch, n_batch, n_seq
     shape.type_v = type_v
     shape.n_threads = shape.n_threads_batch = n_thread
     shape.kv_unified, shape.flash_attn_type = True, 1
