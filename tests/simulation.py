@@ -36,6 +36,7 @@ class Simulation:
         options: Options | None = None,
         cost: Cost | None = None,
         copies: bool = True,
+        cell_bytes: int = 10,
     ) -> None:
         limits = Limits(
             n_sequences=n_sequences,
@@ -43,7 +44,7 @@ class Simulation:
             n_context=n_context,
             n_batch=n_batch,
             state_bytes=1000,
-            cell_bytes=10,
+            cell_bytes=cell_bytes,
             copies=copies,
             sliced=copies,
         )

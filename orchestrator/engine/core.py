@@ -141,7 +141,14 @@ class Core:
             self.fail_all(failure)
 
     def forget(self, conversation: str) -> None:
-        """Give up every checkpoint of a conversation, except what a running request needs."""
+        """Give up every checkpoint of a conversation, except what a running request needs.
+
+        Requests that were cancelled before are ended first, so that they leave nothing either.
+        """
+        try:
+            self._reap()
+        except DecodeFailed as failure:
+            self.fail_all(failure)
         self._keeper.forget(conversation)
 
     def resize(self, budgets: Budgets) -> None:

@@ -250,8 +250,9 @@ class Keeper:
         return True
 
     def forget(self, conversation: str) -> None:
-        """Give up what the turns of a conversation kept."""
-        self.drop(c for c in self.pool.book.of(conversation) if not c.leases)
+        """Give up what the turns of a conversation kept, also what is on its way out."""
+        kept = self.pool.book.of(conversation)
+        self.drop(c for c in kept if c.leases == self.mover.is_moving(c))
 
 
 def _weights(limits: Limits) -> Weights:
