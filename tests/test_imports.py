@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import orchestrator
+
 PACKAGE = Path(__file__).resolve().parents[1] / "orchestrator"
 
 LAYERS: dict[str, set[str]] = {
@@ -70,3 +72,31 @@ def test_a_foreign_package_is_imported_in_its_place_alone(package: str) -> None:
         if any(name.split(".")[0] == package for name in imported(module))
     }
     assert {each for each in importers if not each.startswith(OWNERS[package])} == set()
+
+
+def test_the_public_names_are_these_and_all_there() -> None:
+    assert set(orchestrator.__all__) == {
+        "AsyncEngine",
+        "AsyncSession",
+        "AsyncStream",
+        "Engine",
+        "Finished",
+        "OrchestratorError",
+        "Outcome",
+        "Prefilling",
+        "Request",
+        "Sampling",
+        "Session",
+        "SessionEvent",
+        "SessionView",
+        "Stream",
+        "Text",
+    }
+    assert {getattr(orchestrator, name).__name__ for name in orchestrator.__all__} == set(
+        orchestrator.__all__
+    )
+
+
+def test_a_name_that_is_not_public_is_missing_as_any_other() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Pool'"):
+        orchestrator.Pool  # noqa: B018

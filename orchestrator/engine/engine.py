@@ -24,7 +24,8 @@ from orchestrator.engine.core import Core, Options
 from orchestrator.engine.counters import Counters, Occupancy
 from orchestrator.engine.opening import Choices, Opened, Progress, open_model
 from orchestrator.engine.request import Priority, Request, Sampling, TemplateArguments
-from orchestrator.engine.session import Session, SessionSettings
+from orchestrator.engine.script import SessionSettings
+from orchestrator.engine.session import Session
 from orchestrator.engine.stream import Stream
 from orchestrator.engine.worker import Worker
 from orchestrator.errors import EngineClosed, InvalidArgument
