@@ -88,10 +88,10 @@ def check(core: Core, runtime: SimulatedRuntime) -> None:
     """Assert that pool, ledger, mover and runtime say the same, and that every budget holds."""
     keeper = core._keeper
     pool, ledger, book = keeper.pool, keeper.memory.ledger, keeper.pool.book
-    lanes = {lane.sequence: lane for lane in core._lanes}
+    lanes = {lane.sequence: lane for lane in core._seats.lanes}
     resident = {c.sequence: c for c in book.resident()}
     assert len(resident) == len(list(book.resident())), "two checkpoints in one sequence"
-    assert len(lanes) == len(core._lanes), "two lanes in one sequence"
+    assert len(lanes) == len(core._seats.lanes), "two lanes in one sequence"
     assert not lanes.keys() & resident.keys(), "a lane runs in a checkpoint's sequence"
     n_sequences = runtime.limits.n_sequences
     assert pool.free_sequences == n_sequences - len(lanes) - len(resident)
@@ -130,8 +130,8 @@ def check_budgets(core: Core) -> None:
 def check_chats(core: Core) -> None:
     """Assert that leases are those of what runs or waits, and that latest turns are current."""
     keeper = core._keeper
-    holders = [lane.admission.seed.checkpoint for lane in core._lanes if _imports(lane)]
-    holders += [t.lane.parked for t in core._scheduler if t.lane and t.lane.parked]
+    holders = [lane.admission.seed.checkpoint for lane in core._seats.lanes if _imports(lane)]
+    holders += [t.lane.parked for t in core._seats.scheduler if t.lane and t.lane.parked]
     holders += list(keeper.pool._moving)
     for checkpoint in keeper.pool.checkpoints:
         assert checkpoint.leases == holders.count(checkpoint)

@@ -301,7 +301,7 @@ def test_a_lane_that_fails_takes_only_its_own_checkpoints_with_it() -> None:
     failing = request("z" * 30, turn=20)
     _, events = start(simulation, failing)
     simulation.core.step()  # to the turn point: one state of the failing request is kept
-    lane = simulation.core._lanes[0]
+    lane = simulation.core._seats.lanes[0]
     simulation.core._fail(lane, BackendError("logits are not finite"), suspect=True)
     simulation.check()
     assert isinstance(events[-1], BackendError)

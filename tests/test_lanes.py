@@ -24,6 +24,9 @@ from scenarios import (
 from simulation import KINDS, request
 
 from orchestrator.engine.core import Options
+from orchestrator.pool.book import Book
+from orchestrator.pool.checkpoint import Checkpoint
+from orchestrator.pool.index import pack
 from orchestrator.pool.pool import Budgets
 from orchestrator.runtime.protocol import MemoryKind
 from orchestrator.text.bytes import ByteTokenizer
@@ -247,14 +250,9 @@ def returns(front: Simulated, talks: list[Talk]) -> list[bool]:
     book = front.core._keeper.pool.book
     ends = []
     for talk in talks:
-        path = request([*talk.history[: talk.input_end], 0]).tokens
-        seed = book.longest(_packed(path))
+        seed = book.longest(pack([*talk.history[: talk.input_end], 0]))
         ends.append(seed is not None and seed.length == talk.input_end)
     return ends
-
-
-def _packed(tokens: tuple[int, ...]) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in tokens)
 
 
 @every_whole_kind
@@ -278,3 +276,16 @@ def test_a_chat_that_was_returned_to_outlives_those_that_were_not(memory: Memory
         converse(front, talks[number : number + 1], 1)
         converse(front, talks[:1], 1)
     assert returns(front, talks)[0]
+
+
+@pytest.mark.parametrize("sequences", [(3, None), (None, 3)])
+@pytest.mark.parametrize("divisible", [True, False])
+def test_of_two_equal_matches_the_resident_one_wins(
+    sequences: tuple[int | None, int | None], divisible: bool
+) -> None:
+    book, path = Book(divisible=divisible), pack(b"equal")
+    for number, sequence in enumerate(sequences):
+        book.add(Checkpoint(path, 5, "turn", f"talk {number}", number, sequence))
+    seed = book.longest(pack(b"equal and more"))
+    assert seed is not None
+    assert (seed.checkpoint.tier, seed.length) == ("resident", 5)

@@ -88,7 +88,7 @@ class Calls:
 
 def sequence_of(front: Simulated, answer: Answer) -> int:
     """Return the sequence that a running request has."""
-    return next(lane.sequence for lane in front.core._lanes if lane.ticket is answer.ticket)
+    return next(lane.sequence for lane in front.core._seats.lanes if lane.ticket is answer.ticket)
 
 
 # ---- pace ---------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def test_a_walk_of_thousands_of_operations_never_says_anything_wrong(
 ) -> None:
     walk = Walk(memory, seed)
     walk.run(1500)
-    limits, options = walk.simulation.runtime.limits, walk.simulation.core._options
+    limits, options = walk.simulation.runtime.limits, walk.simulation.core._seats._options
     assert walk.reused > 0 or limits.n_sequences <= options.n_lanes + 1
     assert walk.simulation.core.is_idle
 

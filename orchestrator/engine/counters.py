@@ -1,11 +1,8 @@
-"""What has happened since the engine was opened, and what it holds now."""
+"""What has happened since the engine was opened?"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-
-from orchestrator.engine.request import Priority
-from orchestrator.pool.checkpoint import Kind
+from dataclasses import dataclass, replace
 
 
 @dataclass(slots=True)
@@ -41,43 +38,3 @@ class Counters:
     def snapshot(self) -> Counters:
         """Return a copy that does not change any more."""
         return replace(self)
-
-
-@dataclass(frozen=True, slots=True)
-class LaneView:
-    """One running request: what it does, and how many of its `known` tokens are `fed`."""
-
-    sequence: int
-    priority: Priority
-    doing: str
-    fed: int
-    known: int
-
-
-@dataclass(frozen=True, slots=True)
-class Occupancy:
-    """What the pool holds now, in sequences, cells (one per token) and bytes.
-
-    `cells_total` is None where tokens take no cell; `cells_budget` is what checkpoints may fill,
-    lanes included (None: all). `checkpoints` counts by kind, `resident` and `exported` the same
-    in each tier. `resident_bytes` are what the used sequences and cells take in the context,
-    `exported_bytes` host memory; a budget of None is none.
-    """
-
-    lanes: int
-    queued: int
-    paused: int
-    sequences_used: int
-    sequences_total: int
-    cells_used: int
-    cells_total: int | None
-    cells_budget: int | None
-    checkpoints: dict[Kind, int]
-    resident: dict[Kind, int]
-    exported: dict[Kind, int]
-    resident_bytes: int
-    exported_bytes: int
-    exported_bytes_budget: int
-    exported_tokens: int
-    exported_tokens_budget: int | None
-    running: tuple[LaneView, ...] = field(default_factory=tuple)

@@ -21,7 +21,8 @@ from types import TracebackType
 
 from orchestrator.config import ModelSpec
 from orchestrator.engine.core import Core, Options
-from orchestrator.engine.counters import Counters, Occupancy
+from orchestrator.engine.counters import Counters
+from orchestrator.engine.occupancy import Occupancy
 from orchestrator.engine.opening import Choices, Opened, Progress, open_model
 from orchestrator.engine.request import Priority, Request, Sampling, TemplateArguments
 from orchestrator.engine.script import SessionSettings

@@ -35,6 +35,7 @@ class Keeper:
         self.mover = Mover(self.memory)
         self._counters = counters
         limits, kind = runtime.limits, runtime.model.memory
+        self._divisible = kind == "attention" and limits.copies
         self.pool = Pool(
             limits.n_sequences,
             self.memory.ledger,
@@ -44,6 +45,11 @@ class Keeper:
             resident=limits.copies,
             low_lanes=kind == "recurrent" and limits.copies,
         )
+
+    @property
+    def divisible(self) -> bool:
+        """Whether rows can be cut anywhere, also those of a running lane."""
+        return self._divisible
 
     # ---- what leaves --------------------------------------------------------------------------
 

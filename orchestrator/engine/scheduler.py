@@ -115,7 +115,8 @@ class Scheduler:
     def remove(self, ticket: Ticket) -> None:
         """Take a ticket out of the queue."""
         del self._tickets[ticket]
-        ticket.waited += self._since_queued(ticket, ticket.clock())
+        ticket.seated = ticket.clock()
+        ticket.waited += self._since_queued(ticket, ticket.seated)
         ticket.queued = None
         with self._places:
             self._n_taken -= 1

@@ -41,7 +41,8 @@ class Ticket:
 
     `path` is its packed prompt. `lane` is where it stood when it was preempted, None before it
     ever ran; `patience` the steps it will still wait for a prefix that another lane reads. It has
-    been in the queue for `waited` seconds in all, not counting those since `queued`.
+    been in the queue for `waited` seconds in all, not counting those since `queued`; it
+    last left the queue at `seated`.
     """
 
     request: Request
@@ -51,6 +52,7 @@ class Ticket:
     submitted: float = 0.0
     waited: float = 0.0
     queued: float | None = None
+    seated: float = 0.0
     path: bytes = b""
     number: int = field(default_factory=lambda: next(_numbers))
     lane: Lane | None = None
