@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import graphlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from orchestrator.errors import InvalidArgument
@@ -315,21 +315,27 @@ class _Rules:
 
     def check(self) -> None:
         """Refuse what would never end, or would take too long to follow."""
-        ending = self._closed(with_characters=True)
-        for number, name in enumerate(self._names):
-            if number not in ending:
-                raise InvalidArgument(
-                    f'the rule "{name}" of the grammar can never end; '
-                    "give it an alternative without itself"
-                )
+        endless = set(range(len(self._rules))) - self._closed(with_characters=True)
+        if endless:
+            inner = {n: {e for way in self._rules[n] for e in way} & endless for n in endless}
+            raise InvalidArgument(
+                f"the grammar can never end, for it goes round in {self._circle(inner)}; "
+                "let a way lead out"
+            )
         beginnings = self._beginnings(self._closed(with_characters=False))
-        self._check_beginnings(beginnings, self._order(beginnings))
+        first = {n: {e for e in each if e != CHARACTER} for n, each in enumerate(beginnings)}
+        if circle := self._circle(first):
+            raise InvalidArgument(
+                f"the grammar goes round in {circle} without a character, or repeats there what "
+                "may be empty; let a character come first"
+            )
+        self._check_beginnings(beginnings, graphlib.TopologicalSorter(first).static_order())
 
     def _closed(self, *, with_characters: bool) -> set[int]:
         """Return the rules that can be finished, using characters or not."""
         users: dict[int, list[tuple[int, int]]] = {}  # rule -> where it keeps others waiting
         waiting: dict[tuple[int, int], int] = {}
-        done: list[int] = []
+        closed: set[int] = set()
         for number, rule in enumerate(self._rules):
             for place, alternative in enumerate(rule):
                 if CHARACTER in alternative and not with_characters:
@@ -339,8 +345,8 @@ class _Rules:
                 for each in needed:
                     users.setdefault(each, []).append((number, place))
                 if not needed:
-                    done.append(number)
-        closed = set(done)
+                    closed.add(number)
+        done = list(closed)
         while done:
             for user in users.get(done.pop(), []):
                 waiting[user] -= 1
@@ -362,21 +368,18 @@ class _Rules:
             beginnings.append(first)
         return beginnings
 
-    def _order(self, beginnings: list[list[int]]) -> list[int]:
-        """Return the rules so that each follows those it can begin with."""
-        graph = {n: [e for e in first if e != CHARACTER] for n, first in enumerate(beginnings)}
+    def _circle(self, graph: Mapping[int, Iterable[int]]) -> str:
+        """Return the names of rules that lead back to the first of them, if there are any."""
         try:
-            return list(graphlib.TopologicalSorter(graph).static_order())
+            graphlib.TopologicalSorter(graph).prepare()
         except graphlib.CycleError as cycle:
-            name = self._names[cycle.args[1][0]]
-            raise InvalidArgument(
-                f'the rule "{name}" of the grammar can begin with itself, or repeats what may be '
-                "empty; let a character come first"
-            ) from None
+            names = list(dict.fromkeys(self._names[number] for number in cycle.args[1]))
+            return ", ".join(f'"{name}"' for name in names[:6])
+        return ""
 
-    def _check_beginnings(self, beginnings: list[list[int]], order: list[int]) -> None:
+    def _check_beginnings(self, beginnings: list[list[int]], order: Iterable[int]) -> None:
         """Bound the stacks that llama.cpp opens for a rule, and how deep it looks into it."""
-        ways, depth = [0] * len(order), [0] * len(order)
+        ways, depth = [0] * len(beginnings), [0] * len(beginnings)
         for number in order:
             inner = [element for element in beginnings[number] if element != CHARACTER]
             ways[number] = 1 + len(beginnings[number]) + sum(ways[each] for each in inner)

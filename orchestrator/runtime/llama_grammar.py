@@ -13,8 +13,6 @@ from __future__ import annotations
 import codecs
 import functools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,9 +26,11 @@ from orchestrator.runtime.sampling import GrammarFailed, Sampling
 from orchestrator.runtime.schema import schema_to_gbnf
 from orchestrator.text.tokenizer import Tokenizer
 
-_PATIENCE = 10.0
-"""Seconds of computing that one step of a grammar may take. What llama.cpp has to follow can
-double with every character of an ambiguous one, and other lanes are waiting."""
+_STEP_MOST, _LOOK_MOST = 0.25, 2.0
+"""Seconds of computing that going on by one token, and looking at all of them, may take. With an
+ambiguous grammar both can grow fivefold at every character, and other lanes are waiting."""
+
+_N_LOOK = 4096  # tokens looked at between two glances at the clock
 
 _decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -68,29 +68,33 @@ class LaneGrammar:
         self._grammar = _new(text, vocabulary)
         self._tokenizer = tokenizer
         self._unfinished = b""  # the beginning of a character
-        self._one = Candidates(1)
-        self._all = Candidates(tokenizer.n_vocab)
+        self._candidates = Candidates(_N_LOOK)
 
     def allowed(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return those of `tokens` that llama.cpp lets through; `takes` has the last word."""
-        with _patience():
-            return self._passed(self._all, tokens)
+        begun = time.thread_time()
+        passed = [np.empty(0, np.int32)]
+        for start in range(0, tokens.size, _N_LOOK):
+            passed.append(self._passed(tokens[start : start + _N_LOOK]))
+            _check_pace(begun, _LOOK_MOST)
+        return np.concatenate(passed)
 
     def takes(self, token: int) -> bool:
         """Go on with `token` if the reply may, or end with it; else change nothing."""
         unfinished = self._after(token)
-        if unfinished is None or not self._passed(self._one, np.array([token], np.int32)).size:
+        if unfinished is None or not self._passed(np.array([token], np.int32)).size:
             return False
-        if not self._tokenizer.is_end(token):
-            with _patience():
-                api.llama_sampler_accept(self._grammar, token)
         self._unfinished = unfinished
+        if not self._tokenizer.is_end(token):
+            begun = time.thread_time()
+            api.llama_sampler_accept(self._grammar, token)
+            _check_pace(begun, _STEP_MOST)
         return True
 
-    def _passed(self, candidates: Candidates, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        candidates.fill(tokens, 0.0)
-        candidates.apply(self._grammar)
-        return tokens[np.isfinite(candidates.logits())]
+    def _passed(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        self._candidates.fill(tokens, 0.0)
+        self._candidates.apply(self._grammar)
+        return tokens[np.isfinite(self._candidates.logits())]
 
     def _after(self, token: int) -> bytes | None:
         """Return what of a character is open after `token`; None where it cannot follow."""
@@ -104,7 +108,9 @@ class LaneGrammar:
             decoder.decode(self._unfinished + piece)
         except UnicodeDecodeError:
             return None
-        return decoder.getstate()[0]
+        unfinished = decoder.getstate()[0]
+        # Half a surrogate never becomes a character; the decoder would find out a byte later.
+        return None if unfinished[:1] == b"\xed" and unfinished[1:2] > b"\x9f" else unfinished
 
     def close(self) -> None:
         """Free llama.cpp's part; closing twice is harmless."""
@@ -113,14 +119,11 @@ class LaneGrammar:
             self._grammar = None
 
 
-@contextmanager
-def _patience() -> Iterator[None]:
+def _check_pace(begun: float, most: float) -> None:
     """Give a lane up whose grammar has become too much work, by this thread's own clock."""
-    begun = time.thread_time()
-    yield
     spent = time.thread_time() - begun
-    if spent > _PATIENCE:
+    if spent > most:
         raise GrammarFailed(
-            f"the grammar took {spent:.0f} s for one token, {_PATIENCE:.0f} are allowed; it can be "
-            "read in too many ways, let its alternatives begin differently"
+            f"the grammar took {spent:.2g} s for one token, {most:g} are allowed; it can be read "
+            "in too many ways, let its alternatives begin differently"
         )

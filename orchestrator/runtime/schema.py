@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from orchestrator.errors import InvalidArgument
@@ -145,7 +146,9 @@ class _Converter:
         if key in self._impossible:
             raise NoValue(f"json_schema allows no value at {found.path}")
         if key not in self._combined:
-            name = self._combined[key] = f"part{len(self._combined)}"
+            words = re.findall("[a-zA-Z0-9]+", found.schema.get("$ref", found.path))
+            name = f"{words[-1] if words else 'whole'}-{len(self._combined)}"
+            self._combined[key] = name
             self._rules[name] = '""'  # taken, before it is met again inside itself
             try:
                 self._rules[name] = self._combine(found)
