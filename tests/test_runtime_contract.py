@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -45,7 +47,12 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Runtime]:
         yield SimulatedRuntime(limits, memory=MEMORY[name])
         return
     with open_runtime(
-        name, n_context=N_CONTEXT, n_sequences=N_SEQUENCES, n_batch=N_BATCH, n_ubatch=N_BATCH
+        name,
+        n_context=N_CONTEXT,
+        n_sequences=N_SEQUENCES,
+        n_batch=N_BATCH,
+        n_ubatch=N_BATCH,
+        threads=None if name == DEMO else 1,
     ) as runtime:
         yield runtime
 
@@ -240,6 +247,276 @@ def test_a_state_is_refused_for_other_tokens_and_when_damaged(runtime: Runtime) 
     feed(runtime, 1, TEXT)
 
 
+SLICINGS = ([0, 100], [0, 1, 2, 99, 100], [0, 48, 96, 100], [*range(0, 101, 10)])
+PROMPT = TEXT[:100]
+
+
+def save_in_slices(runtime: Runtime, cuts: list[int], sequence: int = 0) -> list[bytes]:
+    """Return the rows of a sequence that holds the prompt, from cut to cut; none if it has none."""
+    if runtime.model.memory == "recurrent":
+        return []
+    return [runtime.save_rows(sequence, start, end, PROMPT) for start, end in pairwise(cuts)]
+
+
+def restore_rows(runtime: Runtime, sequence: int, cuts: list[int], slices: list[bytes]) -> None:
+    """Put back what `save_in_slices` gave; the sequence then lacks its state."""
+    for start, blob in zip(cuts, slices, strict=False):
+        runtime.restore_rows(sequence, start, blob, PROMPT)
+
+
+def test_whatever_has_rows_moves_them_in_slices(runtime: Runtime) -> None:
+    assert runtime.limits.sliced == (runtime.model.memory != "recurrent")
+
+
+@pytest.mark.parametrize("cuts", SLICINGS)
+def test_slices_go_on_bit_for_bit_as_the_whole_does(runtime: Runtime, cuts: list[int]) -> None:
+    feed(runtime, 0, PROMPT)
+    whole, slices = runtime.save(0, PROMPT), save_in_slices(runtime, cuts)
+    state = runtime.save_state(0, PROMPT)
+    untouched = feed(runtime, 0, TEXT[100:])
+    runtime.reset()
+    runtime.restore(4, whole, PROMPT)
+    wanted = feed(runtime, 4, TEXT[100:])
+    runtime.reset()
+    restore_rows(runtime, 4, cuts, slices)
+    runtime.restore_state(4, state, PROMPT)
+    assert runtime.length(4) == 100
+    assert np.array_equal(wanted, untouched)
+    assert np.array_equal(wanted, feed(runtime, 4, TEXT[100:]))
+
+
+def test_what_was_restored_in_slices_is_saved_copied_and_sliced_again(runtime: Runtime) -> None:
+    feed(runtime, 0, PROMPT)
+    state = runtime.save_state(0, PROMPT)
+    slices = save_in_slices(runtime, [0, 30, 100])
+    wanted = feed(runtime, 0, TEXT[100:])
+    runtime.clear(0)
+    restore_rows(runtime, 1, [0, 30], slices)
+    runtime.restore_state(1, state, PROMPT)
+    whole, state = runtime.save(1, PROMPT), runtime.save_state(1, PROMPT)
+    slices = save_in_slices(runtime, [0, 70, 100], sequence=1)
+    runtime.copy(1, 2)
+    runtime.clear(1)
+    assert np.array_equal(wanted, feed(runtime, 2, TEXT[100:]))
+    runtime.restore(3, whole, PROMPT)
+    restore_rows(runtime, 4, [0, 70], slices)
+    runtime.restore_state(4, state, PROMPT)
+    for sequence in (3, 4):
+        assert np.array_equal(wanted, feed(runtime, sequence, TEXT[100:]))
+
+
+def test_lanes_go_on_unmoved_between_two_slices(runtime: Runtime) -> None:
+    """Nothing is freed meanwhile: where a lane's next row finds room shows in its last bits."""
+    cuts = [0, 25, 50, 75, 100]
+    spans = list(pairwise(cuts)) if runtime.limits.sliced else []
+
+    def lane() -> NDArray[np.float32]:
+        return feed(runtime, 2, [60 + runtime.length(2) % 7])
+
+    feed(runtime, 2, [60] * 30)
+    alone = [lane() for _ in range(10)]
+    runtime.reset()
+    wanted = in_two_parts(runtime)
+    feed(runtime, 0, PROMPT)
+    feed(runtime, 2, [60] * 30)
+    seen, slices = [lane()], []
+    for span in spans:
+        slices.append(runtime.save_rows(0, *span, PROMPT))
+        seen.append(lane())
+    state = runtime.save_state(0, PROMPT)
+    seen.append(lane())
+    for (start, _), blob in zip(spans, slices, strict=True):
+        runtime.restore_rows(1, start, blob, PROMPT)
+        seen.append(lane())
+    runtime.restore_state(1, state, PROMPT)
+    assert all(np.array_equal(a, b) for a, b in zip(alone, seen, strict=False))
+    assert np.array_equal(wanted, feed(runtime, 1, TEXT[100:]))
+
+
+def test_slicing_takes_no_cell_and_leaves_the_sequence_as_it_was(runtime: Runtime) -> None:
+    wanted = in_two_parts(runtime)
+    feed(runtime, 0, PROMPT)
+    feed(runtime, 1, [50] * (N_CONTEXT - len(TEXT)))
+    save_in_slices(runtime, [0, 48, 96, 100])
+    runtime.save_state(0, PROMPT)
+    assert np.array_equal(wanted, feed(runtime, 0, TEXT[100:]))
+
+
+def refuse_and_empty(
+    runtime: Runtime, sequence: int, call: Callable[[], None], field: str | None
+) -> None:
+    """Check that a restore is refused for this field, and that nothing of the sequence is left."""
+    with pytest.raises(StateRefused if field else PoolFull) as caught:
+        call()
+    assert getattr(caught.value, "field", None) == field
+    assert runtime.length(sequence) == 0
+
+
+def fill_the_pool(runtime: Runtime, sequence: int) -> None:
+    """Take every cell that the lengths leave free, so that none was lost to what was refused."""
+    if runtime.model.memory != "recurrent":
+        used = sum(runtime.length(other) for other in range(N_SEQUENCES))
+        fill(runtime, sequence, N_CONTEXT - used)
+
+
+def test_a_slice_or_state_that_does_not_belong_empties_the_whole_sequence(
+    runtime: Runtime,
+) -> None:
+    wanted = in_two_parts(runtime)
+    feed(runtime, 0, PROMPT)
+    whole, state = runtime.save(0, PROMPT), runtime.save_state(0, PROMPT)
+    other = [41, *PROMPT[1:]]
+    if runtime.limits.sliced:
+        first, second = save_in_slices(runtime, [0, 50, 100])
+        damaged = second[:-5] + bytes([second[-5] ^ 1]) + second[-4:]
+        for blob, tokens, field in (
+            (second, other, "tokens"),
+            (second, [*PROMPT[:99], 33], "tokens"),
+            (second, PROMPT[:99], "tokens"),
+            (damaged, PROMPT, "checksum"),
+            (second[:80], PROMPT, "length"),
+            (first, PROMPT, "start"),
+            (state, PROMPT, "form"),
+            (whole, PROMPT, "form"),
+        ):
+            runtime.restore_rows(1, 0, first, PROMPT)
+            call = partial(runtime.restore_rows, 1, 50, blob, tokens)
+            refuse_and_empty(runtime, 1, call, field)
+    bad = state[:-5] + bytes([state[-5] ^ 1]) + state[-4:]
+    wrong = [(state, other, "tokens"), (bad, PROMPT, "checksum"), (state[:80], PROMPT, "length")]
+    if runtime.limits.sliced:
+        wrong += [(whole, PROMPT, "form"), (first, PROMPT, "form")]
+    for blob, tokens, field in wrong:
+        if runtime.limits.sliced:
+            restore_rows(runtime, 1, [0, 50], [first, second])
+        refuse_and_empty(runtime, 1, partial(runtime.restore_state, 1, blob, tokens), field)
+    if runtime.limits.sliced:
+        for blob in (state, first):
+            refuse_and_empty(runtime, 1, partial(runtime.restore, 1, blob, PROMPT), "form")
+    assert np.array_equal(wanted, feed(runtime, 0, TEXT[100:]))
+    fill_the_pool(runtime, 1)
+
+
+def test_a_slice_is_refused_after_another_beginning_though_its_own_tokens_are_the_same(
+    runtime: Runtime,
+) -> None:
+    if not runtime.limits.sliced:
+        return
+    feed(runtime, 0, PROMPT)
+    _, second = save_in_slices(runtime, [0, 50, 100])
+    other = [41, *PROMPT[1:]]
+    feed(runtime, 1, other)
+    first = runtime.save_rows(1, 0, 50, other)
+    runtime.clear(1)
+    runtime.restore_rows(2, 0, first, other)
+    refuse_and_empty(runtime, 2, partial(runtime.restore_rows, 2, 50, second, other), "tokens")
+
+
+def test_a_slice_serves_a_longer_sequence_that_begins_alike(runtime: Runtime) -> None:
+    if not runtime.limits.sliced:
+        return
+    feed(runtime, 0, TEXT[:60])
+    head = runtime.save_rows(0, 0, 60, TEXT[:60])
+    feed(runtime, 0, TEXT[60:100])
+    rest = runtime.save_rows(0, 60, 100, PROMPT)
+    state = runtime.save_state(0, PROMPT)
+    wanted = feed(runtime, 0, TEXT[100:])
+    restore_rows(runtime, 5, [0, 60], [head, rest])
+    runtime.restore_state(5, state, PROMPT)
+    assert np.array_equal(wanted, feed(runtime, 5, TEXT[100:]))
+
+
+def test_a_slice_that_finds_no_cells_empties_the_whole_sequence(runtime: Runtime) -> None:
+    if not runtime.limits.sliced:
+        return
+    wanted = in_two_parts(runtime)
+    feed(runtime, 0, PROMPT)
+    first, second = save_in_slices(runtime, [0, 50, 100])
+    fill(runtime, 1, N_CONTEXT - 199)
+    runtime.restore_rows(2, 0, first, PROMPT)
+    refuse_and_empty(runtime, 2, partial(runtime.restore_rows, 2, 50, second, PROMPT), None)
+    fill_the_pool(runtime, 2)
+    runtime.clear(1)
+    assert np.array_equal(wanted, feed(runtime, 0, TEXT[100:]))
+
+
+def test_an_incomplete_sequence_can_be_completed_or_emptied_and_nothing_else(
+    runtime: Runtime,
+) -> None:
+    if not runtime.limits.sliced:
+        return
+    feed(runtime, 0, PROMPT)
+    whole, state = runtime.save(0, PROMPT), runtime.save_state(0, PROMPT)
+    first, second = save_in_slices(runtime, [0, 50, 100])
+    wanted = feed(runtime, 0, TEXT[100:])
+    runtime.restore_rows(1, 0, first, PROMPT)
+    calls: list[Callable[[], object]] = [
+        lambda: runtime.decode([Chunk(1, 50, (40,), wants_logits=True)]),
+        lambda: runtime.decode([Chunk(2, 0, (40,), True), Chunk(1, 50, (40,), True)][::-1]),
+        lambda: runtime.copy(1, 2),
+        lambda: runtime.copy(0, 1),
+        lambda: runtime.cut(1, 50),
+        lambda: runtime.cut(1, 0),
+        lambda: runtime.save(1, TEXT[:50]),
+        lambda: runtime.save_rows(1, 0, 50, TEXT[:50]),
+        lambda: runtime.save_state(1, TEXT[:50]),
+        lambda: runtime.restore(1, whole, PROMPT),
+        lambda: runtime.restore_rows(1, 0, first, PROMPT),
+        lambda: runtime.restore_rows(1, 49, second, PROMPT),
+        lambda: runtime.restore_state(1, state, PROMPT),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgument):
+            call()
+        assert (runtime.length(0), runtime.length(1), runtime.length(2)) == (150, 50, 0)
+    for empty in (runtime.clear, runtime.scrub):
+        empty(1)
+        assert runtime.length(1) == 0
+        runtime.restore_rows(1, 0, first, PROMPT)
+    runtime.restore_rows(1, 50, second, PROMPT)
+    runtime.restore_state(1, state, PROMPT)
+    assert np.array_equal(wanted, feed(runtime, 1, TEXT[100:]))
+    runtime.restore_rows(3, 0, first, PROMPT)
+    runtime.reset()
+    assert np.array_equal(feed(runtime, 3, PROMPT), feed(runtime, 0, PROMPT))
+
+
+def test_a_scrub_beside_an_incomplete_sequence_leaves_its_rows(runtime: Runtime) -> None:
+    if not runtime.limits.sliced:
+        return
+    feed(runtime, 0, PROMPT)
+    state, (first, second) = runtime.save_state(0, PROMPT), save_in_slices(runtime, [0, 50, 100])
+    wanted = feed(runtime, 0, TEXT[100:])
+    runtime.reset()
+    runtime.restore_rows(1, 0, first, PROMPT)
+    feed(runtime, 2, [60] * 20)
+    runtime.scrub(2)
+    runtime.restore_rows(1, 50, second, PROMPT)
+    feed(runtime, 2, [60] * 20)
+    runtime.scrub(2)
+    runtime.restore_state(1, state, PROMPT)
+    assert np.array_equal(wanted, feed(runtime, 1, TEXT[100:]))
+
+
+def test_without_rows_there_are_no_slices_but_the_state_moves_alone(runtime: Runtime) -> None:
+    if runtime.limits.sliced:
+        return
+    feed(runtime, 0, PROMPT)
+    state = runtime.save_state(0, PROMPT)
+    wanted = feed(runtime, 0, TEXT[100:])
+    calls: list[Callable[[], object]] = [
+        lambda: runtime.save_rows(0, 0, 50, TEXT),
+        lambda: runtime.restore_rows(1, 0, state, PROMPT),
+        lambda: runtime.restore_state(0, state, PROMPT),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgument):
+            call()
+        assert (runtime.length(0), runtime.length(1)) == (len(TEXT), 0)
+    runtime.restore_state(1, state, PROMPT)
+    assert np.array_equal(wanted, feed(runtime, 1, TEXT[100:]))
+
+
 def test_rows_are_cut_where_there_is_no_state_to_cut(runtime: Runtime) -> None:
     wanted = in_two_parts(runtime, cut=80)
     feed(runtime, 0, TEXT[:80])
@@ -296,7 +573,6 @@ def test_wrong_arguments_are_refused_and_change_nothing(runtime: Runtime) -> Non
         lambda: runtime.copy(3, 4),
         lambda: runtime.copy(0, 2, 0),
         lambda: runtime.copy(0, 2, len(TEXT) + 1),
-        lambda: runtime.copy(0, N_SEQUENCES),
         lambda: runtime.copy(-1, 2),
         lambda: runtime.cut(0, -1),
         lambda: runtime.cut(0, len(TEXT) + 1),
@@ -305,6 +581,26 @@ def test_wrong_arguments_are_refused_and_change_nothing(runtime: Runtime) -> Non
         lambda: runtime.save(2, []),
         lambda: runtime.save(0, TEXT[:-1]),
         lambda: runtime.restore(0, b"", TEXT),
+        lambda: runtime.save_state(0, TEXT[:-1]),
+        lambda: runtime.save_state(2, []),
+        lambda: runtime.save_rows(0, 0, 10, TEXT[:-1]),
+        lambda: runtime.save_rows(0, 0, 10, TEXT[:10]),
+        lambda: runtime.save_rows(0, -1, 10, TEXT),
+        lambda: runtime.save_rows(0, 10, 10, TEXT),
+        lambda: runtime.save_rows(0, 11, 10, TEXT),
+        lambda: runtime.save_rows(0, 0, len(TEXT) + 1, TEXT),
+        lambda: runtime.save_rows(2, 0, 1, []),
+        lambda: runtime.save_rows(N_SEQUENCES, 0, 10, TEXT),
+        lambda: runtime.save_state(N_SEQUENCES, TEXT),
+        lambda: runtime.restore_rows(0, 0, b"", TEXT),
+        lambda: runtime.restore_rows(0, len(TEXT), b"", TEXT),
+        lambda: runtime.restore_rows(2, 10, b"", TEXT),
+        lambda: runtime.restore_rows(2, -1, b"", TEXT),
+        lambda: runtime.restore_rows(N_SEQUENCES, 0, b"", TEXT),
+        lambda: runtime.restore_state(0, b"", TEXT),
+        lambda: runtime.restore_state(N_SEQUENCES, b"", TEXT),
+        lambda: runtime.clear(N_SEQUENCES),
+        lambda: runtime.copy(0, N_SEQUENCES),
         lambda: runtime.logits(999),
         lambda: runtime.sampler(GREEDY, []).sample(-1),
     ]

@@ -112,8 +112,8 @@ def check_complete(sequence: int, incomplete: Collection[int]) -> None:
 
 
 def can_slice(memory: MemoryKind) -> bool:
-    """Whether a memory of this kind has rows, all of them kept, that can be moved in slices."""
-    return memory in ("attention", "hybrid")
+    """Whether a memory of this kind has rows at all, which can then be moved in slices."""
+    return memory != "recurrent"
 
 
 def check_save_rows(

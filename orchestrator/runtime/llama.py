@@ -1,9 +1,13 @@
 """The runtime that is llama.cpp: one model, one context, one shared pool of cells.
 
 Opening goes in three steps: the model is loaded; a small context measures how many bytes a
-recurrent state really takes and tries whether sequences may share a decode call; the context
-proper is made with as many sequences as the memory budget allows. Every argument is checked here
-or in `_seqstate`, because a wrong one is an assertion in C that ends the process.
+recurrent state really takes and tries whether sequences may share a decode call and rows be moved
+in slices; the context proper is made with as many sequences as the memory budget allows. Every
+argument is checked here or in `_seqstate`, because a wrong one is an assertion in C that ends the
+process.
+
+Where rows move in slices the context has one sequence more than `Limits.n_sequences`, through which
+they pass.
 
 Used from one thread only, except for the vocabulary.
 """
@@ -14,24 +18,30 @@ import ctypes
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator._seqstate import Identity, SequenceMemory
+from orchestrator._seqstate import Identity
 from orchestrator.errors import BackendError, DecodeFailed, InvalidArgument, PoolFull
 from orchestrator.runtime import joint, library
 from orchestrator.runtime.batch import BatchBuffer
 from orchestrator.runtime.checks import (
     check_batch,
+    check_complete,
     check_copy,
     check_cut,
     check_restore,
+    check_restore_rows,
+    check_restore_state,
     check_save,
+    check_save_rows,
+    check_save_state,
     check_sequence,
 )
 from orchestrator.runtime.library import api
@@ -39,19 +49,9 @@ from orchestrator.runtime.llama_grammar import grammar_of
 from orchestrator.runtime.llama_sampler import LlamaSampler
 from orchestrator.runtime.protocol import Chunk, Limits, MemoryKind, Model, Sampling
 from orchestrator.runtime.sampling import check_bias
+from orchestrator.runtime.sequences import N_SEQUENCES_MOST, moves_slices, sequence_memory
 from orchestrator.runtime.vocabulary import Vocabulary
 
-_STATE_FUNCTIONS = (
-    "llama_get_memory",
-    "llama_memory_clear",
-    "llama_memory_seq_cp",
-    "llama_memory_seq_rm",
-    "llama_memory_seq_pos_min",
-    "llama_memory_seq_pos_max",
-    "llama_state_seq_get_size_ext",
-    "llama_state_seq_get_data_ext",
-    "llama_state_seq_set_data_ext",
-)
 _WHOLE = 0  # llama_state_seq_flags
 _STATE_ONLY = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _FLASH_ATTENTION = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED
@@ -64,13 +64,15 @@ _CELL_STEP = 256  # llama.cpp rounds the pool up to a multiple of this
 class Settings:
     """How a model is opened. None lets the runtime choose.
 
-    `n_context` tokens per request; `n_sequences` fixed, or as many as `state_budget` bytes of
-    recurrent state allow, within `n_sequences_least` and `_most`; `n_batch` tokens per decode
-    call, None for about a second's worth; `n_ubatch` per pass over the weights; `type_k` and
-    `type_v` are ggml type numbers; `repack` lays weights out anew for faster kernels.
+    `n_context` tokens per request; `n_cells` in the pool, None for one request's; `n_sequences`
+    fixed, or as many as `state_budget` bytes of recurrent state allow, within
+    `n_sequences_least` and `_most`; `n_batch` tokens per decode call, None for about a second's
+    worth; `n_ubatch` per pass over the weights; `type_k` and `type_v` are ggml type numbers;
+    `repack` lays weights out anew for faster kernels.
     """
 
     n_context: int = 4096
+    n_cells: int | None = None
     n_sequences: int | None = None
     n_sequences_least: int = 4
     n_sequences_most: int = 32
@@ -95,8 +97,12 @@ def open_llama(path: Path, settings: Settings) -> LlamaRuntime:
     try:
         memory = _memory_kind(model)
         measures = _measure(model, settings, memory)
-        n_sequences = settings.n_sequences or _fit_sequences(measures.state, settings)
-        context = _new_context(model, settings, settings.n_context, n_sequences)
+        n_sequences = settings.n_sequences or _fit_sequences(measures, settings)
+        if n_sequences >= N_SEQUENCES_MOST:
+            measures = replace(measures, sliced=False)
+        n_sequences += measures.sliced
+        n_cells = settings.n_cells or settings.n_context
+        context = _new_context(model, settings, n_cells, n_sequences)
     except BaseException:
         api.llama_model_free(model)
         raise
@@ -188,15 +194,19 @@ def n_cores() -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Measures:
-    """Bytes of one recurrent state and of the attention rows of one token; sequences per call."""
+    """Bytes of one recurrent state and of the attention rows of one token; sequences per call.
+
+    `sliced`: rows can be moved in slices, for which the context needs one sequence more.
+    """
 
     state: int
     cell: int
     n_joint: int
+    sliced: bool
 
 
 def _measure(model: Any, settings: Settings, memory: MemoryKind) -> _Measures:
-    """Evaluate two tokens and ask llama.cpp what a sequence takes after each; try a joint call."""
+    """Evaluate two tokens and ask llama.cpp what a sequence takes after each; try what it can."""
     alone = settings.n_sequences == 1
     context = _new_context(model, settings, _CELL_STEP, 1 if alone else joint.N_SEQUENCES)
     buffer = BatchBuffer(1)
@@ -210,14 +220,15 @@ def _measure(model: Any, settings: Settings, memory: MemoryKind) -> _Measures:
         state = int(api.llama_state_seq_get_size_ext(context, 0, _STATE_ONLY))
         n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         n_joint = 1 if alone or not joint.evaluates_jointly(context, n_vocab) else 0
+        sliced = moves_slices(context, memory)
     finally:
         api.llama_free(context)
     held = state if memory in ("hybrid", "recurrent") else 0
-    return _Measures(held, sizes[1] - sizes[0], n_joint)
+    return _Measures(held, sizes[1] - sizes[0], n_joint, sliced)
 
 
-def _fit_sequences(state_bytes: int, settings: Settings) -> int:
-    fitting = settings.state_budget // max(1, state_bytes)
+def _fit_sequences(measures: _Measures, settings: Settings) -> int:
+    fitting = settings.state_budget // max(1, measures.state) - measures.sliced
     return max(settings.n_sequences_least, min(fitting, settings.n_sequences_most))
 
 
@@ -237,13 +248,14 @@ class LlamaRuntime:
         self.tokenizer = Vocabulary(model)
         self.model = _describe(path, model, memory, self.tokenizer.n_vocab)
         self.limits = Limits(
-            n_sequences=api.llama_n_seq_max(context),
+            n_sequences=api.llama_n_seq_max(context) - measures.sliced,
             n_cells=api.llama_n_ctx(context),
             n_context=settings.n_context,
             n_batch=api.llama_n_batch(context),
             state_bytes=measures.state,
             cell_bytes=measures.cell,
             n_joint=measures.n_joint,
+            sliced=measures.sliced,
         )
         if self.limits.n_cells < settings.n_context:
             raise BackendError(
@@ -251,15 +263,11 @@ class LlamaRuntime:
                 f"{settings.n_context:,} were asked for; lower --ctx"
             )
         self._lengths = [0] * self.limits.n_sequences
+        self._incomplete: set[int] = set()
+        self._scratch = self.limits.n_sequences
         self._batch = BatchBuffer(self.limits.n_batch)
         self._outputs: frozenset[int] = frozenset()
-        self._memory = SequenceMemory(
-            library.function_addresses(_STATE_FUNCTIONS),
-            ctypes.cast(context, ctypes.c_void_p).value or 0,
-            n_sequences=self.limits.n_sequences,
-            memory="attention" if memory == "windowed" else memory,
-            identity=self._identity(settings),
-        )
+        self._memory = sequence_memory(context, memory, self._identity(settings))
 
     def _identity(self, settings: Settings) -> Identity:
         return Identity(
@@ -277,7 +285,7 @@ class LlamaRuntime:
 
     def decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """See `Runtime.decode`."""
-        check_batch(chunks, self.limits, self.model.n_vocab, self.length)
+        check_batch(chunks, self.limits, self.model.n_vocab, self._complete)
         batch, outputs = self._batch.fill(chunks)
         self._outputs = frozenset()
         code = api.llama_decode(self._context, batch)
@@ -332,16 +340,20 @@ class LlamaRuntime:
         check_sequence(sequence, self.limits)
         return self._lengths[sequence]
 
+    def _complete(self, sequence: int) -> int:
+        check_complete(sequence, self._incomplete)
+        return self.length(sequence)
+
     def copy(self, source: int, target: int, length: int | None = None) -> None:
         """See `Runtime.copy`."""
-        taken = check_copy(source, target, length, self.model.memory, self.length)
+        taken = check_copy(source, target, length, self.model.memory, self._complete)
         self._memory.copy(source, target, None if taken == self._lengths[source] else taken)
         self._lengths[target] = taken
         self._verify(target)
 
     def cut(self, sequence: int, length: int) -> None:
         """See `Runtime.cut`."""
-        held = check_cut(sequence, length, self.model.memory, self.length)
+        held = check_cut(sequence, length, self.model.memory, self._complete)
         if length == 0:
             self.clear(sequence)
         elif length < held:
@@ -353,18 +365,23 @@ class LlamaRuntime:
         """See `Runtime.clear`."""
         if self.length(sequence):
             self._memory.clear(sequence)
-        self._lengths[sequence] = 0
+        self._forget(sequence)
 
     def scrub(self, sequence: int) -> None:
         """See `Runtime.scrub`."""
         if self.length(sequence):
             self._memory.scrub(sequence)
+        self._forget(sequence)
+
+    def _forget(self, sequence: int) -> None:
         self._lengths[sequence] = 0
+        self._incomplete.discard(sequence)
 
     def reset(self) -> None:
         """See `Runtime.reset`."""
         self._memory.clear_all()
         self._lengths = [0] * self.limits.n_sequences
+        self._incomplete.clear()
 
     def _verify(self, sequence: int) -> None:
         """Compare a sequence's length with llama.cpp's own last position."""
@@ -379,15 +396,54 @@ class LlamaRuntime:
 
     def save(self, sequence: int, tokens: Sequence[int]) -> bytes:
         """See `Runtime.save`."""
-        check_save(sequence, tokens, self.length)
+        check_save(sequence, tokens, self._complete)
         return self._memory.save(sequence, tokens)
 
     def restore(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
         """See `Runtime.restore`."""
         check_restore(sequence, self.length)
-        self._memory.restore(sequence, blob, tokens)
+        self._memory.restore(sequence, blob, tokens, rows=True)
         self._lengths[sequence] = len(tokens)
         self._verify(sequence)
+
+    def save_rows(self, sequence: int, start: int, end: int, tokens: Sequence[int]) -> bytes:
+        """See `Runtime.save_rows`."""
+        check_save_rows(sequence, (start, end), tokens, self.limits, self._complete)
+        return self._memory.save_rows(sequence, start, end, tokens, scratch=self._scratch)
+
+    def save_state(self, sequence: int, tokens: Sequence[int]) -> bytes:
+        """See `Runtime.save_state`."""
+        check_save_state(sequence, tokens, self.model.memory, self.limits, self._complete)
+        return self._memory.save(sequence, tokens, rows=self.model.memory == "recurrent")
+
+    def restore_rows(self, sequence: int, start: int, blob: bytes, tokens: Sequence[int]) -> None:
+        """See `Runtime.restore_rows`."""
+        check_restore_rows(sequence, start, self._incomplete, self.limits, self.length)
+        with self._forgotten_on_failure(sequence):
+            self._lengths[sequence] = self._memory.restore_rows(
+                sequence, start, blob, tokens, scratch=self._scratch
+            )
+        self._incomplete.add(sequence)
+
+    def restore_state(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
+        """See `Runtime.restore_state`."""
+        check_restore_state(
+            sequence, tokens, self._incomplete, self.model.memory, self.limits, self.length
+        )
+        with self._forgotten_on_failure(sequence):
+            self._memory.restore(sequence, blob, tokens, rows=self.model.memory == "recurrent")
+        self._lengths[sequence] = len(tokens)
+        self._incomplete.discard(sequence)
+        self._verify(sequence)
+
+    @contextmanager
+    def _forgotten_on_failure(self, sequence: int) -> Iterator[None]:
+        """Keep in step with `_seqstate`, which empties a sequence that cannot be restored."""
+        try:
+            yield
+        except BackendError:
+            self._forget(sequence)
+            raise
 
     def close(self) -> None:
         """See `Runtime.close`."""
