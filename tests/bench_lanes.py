@@ -66,11 +66,11 @@ def decode(model: str) -> None:
     """Compare decoding on the engine with a plain loop."""
     print("lanes  engine tok/s  plain tok/s  ratio")
     for n_lanes in LANES:
-        sizes = steady(model, n_context=1024, n_sequences=n_lanes + 4)
+        sizes = steady(model, n_context=4096, n_sequences=n_lanes + 4)
         type_v = int(str(sizes["type_v"]))
         with (
             open_runtime(model, **sizes) as runtime,
-            opened(path_of(model), 1024, n_seq=n_lanes, type_v=type_v) as plain,
+            opened(path_of(model), 4096, n_seq=n_lanes, type_v=type_v) as plain,
         ):
             ours, theirs = both(speaking(runtime, n_lanes), plain, n_lanes)
         ratio = statistics.median(t / o for o, t in zip(ours, theirs, strict=True))

@@ -289,3 +289,12 @@ def test_of_two_equal_matches_the_resident_one_wins(
     seed = book.longest(pack(b"equal and more"))
     assert seed is not None
     assert (seed.checkpoint.tier, seed.length) == ("resident", 5)
+
+
+@every_whole_kind
+def test_a_turn_that_two_chats_go_on_from_stays_for_the_second(memory: MemoryKind) -> None:
+    front = simulated(memory, lanes(1), n_sequences=12)
+    talks = [Talk(words("same", 120), name) for name in ("one", "two")]
+    converse(front, talks, 1)
+    for talk in talks:
+        converse(front, [talk], 1)

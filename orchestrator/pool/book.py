@@ -151,8 +151,12 @@ class Book:
         checkpoint.tick = self._clock
 
     def outdated(self, conversation: Conversation, serial: int) -> list[Checkpoint]:
-        """Return what turns of a conversation before the admission `serial` keep."""
-        return [c for c in self.of(conversation) if c.serial < serial and not c.is_common]
+        """Return what turns of a conversation before the admission `serial` keep for it alone."""
+        return [
+            c
+            for c in self.of(conversation)
+            if c.serial < serial and not c.is_common and c.users <= {conversation}
+        ]
 
     def supersede(self, turn: Checkpoint) -> None:
         """Note that a chat goes on from `turn`: what its earlier turns kept is past."""
