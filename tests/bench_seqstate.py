@@ -204,6 +204,19 @@ def test_real_export_and_import(benchmark: Any, real: Any) -> None:
     benchmark(run)
 
 
+def test_real_export_and_import_in_slices(benchmark: Any, real: Any) -> None:
+    tokens = array.array("i", [i % 250 for i in range(200)])
+
+    def run() -> None:
+        for start in range(0, 200, 50):
+            rows = real.save_rows(0, start, start + 50, tokens, scratch=7)
+            real.restore_rows(1, start, rows, tokens, scratch=7)
+        real.restore(1, real.save(0, tokens, rows=False), tokens, rows=False)
+        real.clear(1)
+
+    benchmark(run)
+
+
 def test_real_holder(benchmark: Any, real: Any) -> None:
     def run() -> None:
         real.copy(0, 1, 100)

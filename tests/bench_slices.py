@@ -30,7 +30,7 @@ def main(model: str = DEMO, n_tokens: str = "2000") -> None:
     """Print a line per way and direction."""
     count = int(n_tokens)
     tokens = array.array("i", [32 + number * 7 % 90 for number in range(count)])
-    sizes = {"n_context": count + 64, "n_sequences": 4, "n_batch": 512, "threads": 1}
+    sizes = {"n_context": 2 * count + 64, "n_sequences": 4, "n_batch": 512, "threads": 1}
     with open_runtime(model, **sizes) as runtime:
         fill(runtime, tokens)
         whole = len(runtime.save(0, tokens)) / 2**20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -12,10 +13,10 @@ import tiny_models
 from numpy.typing import NDArray
 from real import DEMO, open_runtime
 
-from orchestrator.errors import InvalidArgument, PoolFull, StateRefused
+from orchestrator.errors import BackendError, InvalidArgument, PoolFull, StateRefused
 from orchestrator.pool.ledger import Ledger
 from orchestrator.runtime.protocol import GREEDY, Chunk, Limits, MemoryKind, Runtime, Sampling
-from orchestrator.runtime.simulated import SimulatedRuntime
+from orchestrator.runtime.simulated import Cost, FailingRuntime, SimulatedRuntime
 
 N_CONTEXT, N_SEQUENCES = 512, 6
 N_BATCH = 48  # below 64 tokens results do not depend on where rows lie in the pool
@@ -515,6 +516,88 @@ def test_without_rows_there_are_no_slices_but_the_state_moves_alone(runtime: Run
         assert (runtime.length(0), runtime.length(1)) == (len(TEXT), 0)
     runtime.restore_state(1, state, PROMPT)
     assert np.array_equal(wanted, feed(runtime, 1, TEXT[100:]))
+
+
+@pytest.mark.models
+@pytest.mark.parametrize(
+    ("n_sequences", "sliced"), [(1, False), (2, True), (255, True), (256, False)]
+)
+def test_the_sequence_that_slices_pass_through_is_one_more_where_there_is_room_for_it(
+    n_sequences: int, sliced: bool
+) -> None:
+    """Alone, a sequence has no lane beside it that could be held up; llama.cpp ends at 256."""
+    with open_runtime("lfm2", n_sequences=n_sequences, threads=1) as runtime:
+        assert (runtime.limits.n_sequences, runtime.limits.sliced) == (n_sequences, sliced)
+        feed(runtime, n_sequences - 1, PROMPT[:40])
+        with pytest.raises(InvalidArgument):
+            runtime.length(n_sequences)
+
+
+@pytest.mark.models
+def test_the_memory_for_states_includes_that_sequence() -> None:
+    with open_runtime("lfm2", threads=1) as runtime:
+        state = runtime.limits.state_bytes
+    with open_runtime("lfm2", n_sequences=None, state_budget=10 * state, threads=1) as runtime:
+        assert runtime.limits.n_sequences == 9
+
+
+@pytest.mark.parametrize("error", [PoolFull("no room"), StateRefused("model", "another model")])
+def test_the_next_restore_of_a_failing_runtime_fails_once_and_leaves_nothing(
+    error: BackendError,
+) -> None:
+    runtime = FailingRuntime(Limits(N_SEQUENCES, N_CONTEXT, N_CONTEXT, N_BATCH, 1000, 10))
+    feed(runtime, 0, PROMPT)
+    whole, state = runtime.save(0, PROMPT), runtime.save_state(0, PROMPT)
+    first, second = save_in_slices(runtime, [0, 50, 100])
+    steps: list[Callable[[], None]] = [
+        lambda: runtime.restore(1, whole, PROMPT),
+        lambda: runtime.restore_rows(1, 0, first, PROMPT),
+        lambda: runtime.restore_rows(1, 50, second, PROMPT),
+        lambda: runtime.restore_state(1, state, PROMPT),
+    ]
+    for place, step in enumerate(steps):
+        for before in steps[1:place]:
+            before()
+        runtime.fails_next_restore = error
+        with pytest.raises(type(error)):
+            step()
+        assert runtime.length(1) == 0
+        assert runtime.used_cells == 100
+    for step in steps[1:]:
+        step()
+    assert runtime.length(1) == 100
+
+
+@pytest.mark.parametrize("memory", ["attention", "hybrid", "windowed"])
+def test_of_the_simulated_kind_wrong_rows_show_in_the_next_token(memory: MemoryKind) -> None:
+    """Rows put in by hand, past every check: what the pool must never let happen is seen."""
+    limits = Limits(N_SEQUENCES, 2 * N_CONTEXT, N_CONTEXT, N_BATCH, 1000, 10)
+    runtime = SimulatedRuntime(limits, memory=memory)
+    feed(runtime, 0, PROMPT)
+    feed(runtime, 1, [41, *PROMPT[1:]])
+    blobs = [runtime.save_rows(0, 0, 50, PROMPT), runtime.save_rows(0, 50, 100, PROMPT)]
+    foreign = runtime.save_rows(1, 50, 100, [41, *PROMPT[1:]])
+    state = runtime.save_state(0, PROMPT)
+    wanted = feed(runtime, 0, TEXT[100:])
+    body = len(foreign) - 8 * 50
+    head = blobs[1][: body - 32]
+    forged = head + hashlib.sha256(head + foreign[body:]).digest() + foreign[body:]
+    for sequence, second in ((2, blobs[1]), (3, forged)):
+        restore_rows(runtime, sequence, [0, 50], [blobs[0], second])
+        runtime.restore_state(sequence, state, PROMPT)
+        same = np.array_equal(wanted, feed(runtime, sequence, TEXT[100:]))
+        assert same == (sequence == 2)
+
+
+def test_on_the_simulated_clock_moving_rows_takes_its_time() -> None:
+    limits = Limits(N_SEQUENCES, N_CONTEXT, N_CONTEXT, N_BATCH, 1000, 10)
+    runtime = SimulatedRuntime(limits, cost=Cost(moved=0.5))
+    feed(runtime, 0, PROMPT)
+    slices, state = save_in_slices(runtime, [0, 50, 100]), runtime.save_state(0, PROMPT)
+    assert runtime.clock() == 50
+    restore_rows(runtime, 1, [0, 50], slices)
+    runtime.restore_state(1, state, PROMPT)
+    assert runtime.clock() == 100
 
 
 def test_rows_are_cut_where_there_is_no_state_to_cut(runtime: Runtime) -> None:
