@@ -297,4 +297,6 @@ def test_a_turn_that_two_chats_go_on_from_stays_for_the_second(memory: MemoryKin
     talks = [Talk(words("same", 120), name) for name in ("one", "two")]
     converse(front, talks, 1)
     for talk in talks:
-        converse(front, [talk], 1)
+        end = talk.input_end
+        (answer,) = front.ask_all([talk.turn(words(f"next of {talk.conversation}", 40))])
+        front.check_reused(answer, end)

@@ -109,6 +109,7 @@ class Admission:
     conversation: Conversation
     serial: int
     keeps: bool = True
+    turn: Checkpoint | None = None
 
     @property
     def takes_over(self) -> bool:
@@ -228,9 +229,9 @@ class Pool:
             if claim.keeps
             else ()
         )
-        return Admission(
-            sequence, seed, evicted, stops, self._chat(claim, seed), self._serial, claim.keeps
-        )
+        chat = self._chat(claim, seed)
+        turn = self._turn_of(claim)
+        return Admission(sequence, seed, evicted, stops, chat, self._serial, claim.keeps, turn)
 
     def admitted(self, admission: Admission) -> None:
         """Note that an admission was carried out; its evicted checkpoints are gone already."""
@@ -239,10 +240,19 @@ class Pool:
         if seed is not None and 2 * seed.length >= seed.checkpoint.length:
             self.book.touch(seed.checkpoint)  # a use counts only if it took a real part
             seed.checkpoint.users.add(admission.conversation)
+        if admission.turn is not None:
+            admission.turn.users.add(admission.conversation)
         if admission.takes_over and seed is not None:
             self.drop(seed.checkpoint)
         self._free.remove(admission.sequence)
         self._lanes.add(admission.sequence)
+
+    def _turn_of(self, claim: Claim) -> Checkpoint | None:
+        """Return the checkpoint that the next turn of a claim's chat will start from."""
+        if not (claim.turn and claim.keeps):
+            return None
+        reached = self.book.within(claim.path[: claim.turn * _TOKEN_WIDTH])
+        return next((c for c in reached if c.length == claim.turn), None)
 
     def _chat(self, claim: Claim, seed: Seed | None) -> Conversation:
         """Return whose turn this is: by name, else by the prefix it goes on from."""
