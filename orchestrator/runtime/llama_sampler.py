@@ -2,17 +2,19 @@
 
 One sampler chain per lane. The cheap filter over the whole vocabulary goes first: with `top_k`
 ahead of `top_p` a vocabulary of 150,000 costs a fraction of a millisecond, the other way round
-fifteen. Biases come before the chain, because a banned token has to be gone, not only unlikely:
-llama.cpp's typical filter computes nonsense where a probability is zero.
+fifteen. A lane with neither bias nor grammar is left to llama.cpp alone.
 
-A grammar is not asked about the whole vocabulary, which would be dear, but about the one token
-that was chosen without it. Only where it refuses, the choice is made again among those it allows.
+Else the scores of all tokens are made first (logits, bias, penalties) and the chain chooses among
+them. A banned token is taken out, because llama.cpp's typical filter computes nonsense where a
+probability is zero. A grammar is not asked about the whole vocabulary, which takes 200 ns a token,
+but about the one token that was chosen without it. Only where it refuses, the choice is made again
+among the tokens it allows, of which the best are enough if `top_k` drops the others anyway.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,13 +25,16 @@ from orchestrator.runtime.candidates import Candidates
 from orchestrator.runtime.library import api
 from orchestrator.runtime.llama_grammar import LaneGrammar, grammar_of
 from orchestrator.runtime.sampling import (
-    BAN,
     GrammarFailed,
+    LogitBias,
     Sampling,
     TokenLogprob,
     token_logprob,
 )
 from orchestrator.text.tokenizer import Tokenizer
+
+Tokens = NDArray[np.int32]
+Scores = NDArray[np.float32]
 
 _COLDEST = 1e-6
 """Below this temperature the best token always wins; logits divided by less could overflow."""
@@ -37,31 +42,24 @@ _COLDEST = 1e-6
 _SEED_MOST = 2**32 - 2  # llama.cpp takes the next one for a wish for chance
 _IMPOSSIBLE = 1e-30
 """Tokens this much less likely than the best one are dropped ahead of the typical filter, which
-takes logarithms of all probabilities."""
+takes the logarithms of all probabilities."""
+
+_N_BEST = 1024
+"""Tokens a grammar is asked about first, where a few that it allows are enough."""
 
 
-def new_chain(sampling: Sampling, n_vocab: int) -> Any:
-    """Return a llama.cpp sampler chain for `sampling`; the caller frees it."""
+def new_chain(sampling: Sampling, *parts: Any) -> Any:
+    """Return a sampler chain of `parts` and of the filters of `sampling`; the caller frees it."""
     chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
-    for part in _parts(sampling, n_vocab):
+    for part in (*parts, *_filters(sampling)):
         api.llama_sampler_chain_add(chain, part)
     return chain
 
 
-def _parts(sampling: Sampling, n_vocab: int) -> list[Any]:
+def _filters(sampling: Sampling) -> list[Any]:
+    if _is_greedy(sampling):
+        return [api.llama_sampler_init_greedy()]
     parts = []
-    if _penalises(sampling):
-        parts.append(
-            api.llama_sampler_init_penalties(
-                n_vocab,
-                sampling.repeat_last,
-                sampling.repeat_penalty,
-                sampling.frequency_penalty,
-                sampling.presence_penalty,
-            )
-        )
-    if sampling.temperature < _COLDEST:
-        return [*parts, api.llama_sampler_init_greedy()]
     if sampling.top_k:
         parts.append(api.llama_sampler_init_top_k(sampling.top_k))
     if sampling.typical_p < 1:
@@ -75,35 +73,23 @@ def _parts(sampling: Sampling, n_vocab: int) -> list[Any]:
     return [*parts, api.llama_sampler_init_dist(min(sampling.seed or 0, _SEED_MOST))]
 
 
-def _penalises(sampling: Sampling) -> bool:
-    penalties = (sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-    return sampling.repeat_last > 0 and penalties != (1, 0, 0)
+def _is_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature < _COLDEST
 
 
-class _Bias:
-    """A request's `logit_bias`, ready to be added to rows of logits."""
-
-    def __init__(self, sampling: Sampling, n_vocab: int) -> None:
-        bias = sampling.logit_bias
-        self._tokens = np.array(list(bias), np.int32)
-        self._values = np.array(list(bias.values()), np.float32)
-        banned = self._tokens[self._values == BAN]
-        self.choices = (
-            np.delete(_vocabulary(n_vocab), banned) if banned.size else _vocabulary(n_vocab)
-        )
-        self.is_empty = not bias
-
-    def added(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the logits with the bias; those of banned tokens mean nothing."""
-        if self.is_empty:
-            return logits
-        logits = logits.copy()
-        logits[self._tokens] += self._values
-        return logits
+def _penalties(sampling: Sampling, n_vocab: int, history: Sequence[int]) -> Any | None:
+    """Return a sampler that has seen the end of `history`, None where nothing is penalised."""
+    values = (sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
+    if not sampling.repeat_last or values == (1, 0, 0):
+        return None
+    penalties = api.llama_sampler_init_penalties(n_vocab, sampling.repeat_last, *values)
+    for token in history[-sampling.repeat_last :]:
+        api.llama_sampler_accept(penalties, token)
+    return penalties
 
 
 @functools.lru_cache(maxsize=2)
-def _vocabulary(n_vocab: int) -> NDArray[np.int32]:
+def _vocabulary(n_vocab: int) -> Tokens:
     tokens = np.arange(n_vocab, dtype=np.int32)
     tokens.setflags(write=False)
     return tokens
@@ -124,21 +110,22 @@ class LlamaSampler:
         sampling: Sampling,
         history: Sequence[int],
         *,
-        row_of: Callable[[int], NDArray[np.float32]],
+        row_of: Callable[[int], Scores],
     ) -> None:
         grammar = grammar_of(sampling)
+        n_vocab = tokenizer.n_vocab
+        penalties = _penalties(sampling, n_vocab, history)
         self._context = context
         self._row_of = row_of
-        self._bias = _Bias(sampling, tokenizer.n_vocab)
         self._n_top = sampling.logprobs
         self._last: TokenLogprob | None = None
-        self._candidates: Candidates | None = None
-        if grammar is not None or not self._bias.is_empty:
-            self._candidates = Candidates(tokenizer.n_vocab)
-        self._grammar = LaneGrammar(grammar, vocabulary, tokenizer) if grammar is not None else None
-        self._chain = new_chain(sampling, tokenizer.n_vocab)
-        for token in history[-sampling.repeat_last :] if _penalises(sampling) else ():
-            api.llama_sampler_accept(self._chain, token)
+        self._chooser: _Chooser | None = None
+        self._chain: Any = None
+        if grammar is None and not sampling.logit_bias:
+            self._chain = new_chain(sampling, *filter(None, [penalties]))
+        else:
+            lane = None if grammar is None else LaneGrammar(grammar, vocabulary, tokenizer)
+            self._chooser = _Chooser(sampling, n_vocab, penalties, lane)
 
     @property
     def last_logprob(self) -> TokenLogprob | None:
@@ -148,49 +135,102 @@ class LlamaSampler:
     def sample(self, row: int) -> int:
         """Return the next token from `row` of the latest decode call, and remember it."""
         logits = self._row_of(row)
-        if self._chain is None:
-            raise BackendError("a sampler was closed; its lane has ended")
         if not np.isfinite(logits).all():
             raise BackendError(
                 "the model's logits are not finite numbers; its file may be damaged, "
                 "or its key-value type may be too small for it"
             )
-        if self._candidates is None:
+        if self._chooser is not None:
+            token = self._chooser.choose(logits)
+        elif self._chain is not None:
             token = int(api.llama_sampler_sample(self._chain, self._context, row))
         else:
-            token = self._choose(self._candidates, self._bias.added(logits))
-            api.llama_sampler_accept(self._chain, token)
+            raise BackendError("a sampler was closed; its lane has ended")
         if self._n_top is not None:
             self._last = token_logprob(logits, token, self._n_top)
         return token
 
-    def _choose(self, candidates: Candidates, logits: NDArray[np.float32]) -> int:
-        token = self._drawn(candidates, self._bias.choices, logits)
-        grammar = self._grammar
-        if grammar is None or grammar.takes(token):
-            return token
-        fitting = grammar.allowed(self._bias.choices)
-        while fitting.size:
-            token = self._drawn(candidates, fitting, logits)
-            if grammar.takes(token):
-                return token
-            fitting = fitting[fitting != token]
+    def close(self) -> None:
+        """Free all it holds; closing twice is harmless."""
+        if self._chooser is not None:
+            self._chooser.close()
+        if self._chain is not None:
+            api.llama_sampler_free(self._chain)
+        self._chooser = self._chain = None
+
+
+class _Chooser:
+    """The choices of a lane with a bias or a grammar; frees both samplers that it is given."""
+
+    def __init__(
+        self, sampling: Sampling, n_vocab: int, penalties: Any | None, grammar: LaneGrammar | None
+    ) -> None:
+        bias = LogitBias(sampling.logit_bias)
+        self._biased = np.array(list(bias), np.int32)
+        self._biases = np.array(list(bias.values()), np.float32)
+        self._choices = (
+            np.delete(_vocabulary(n_vocab), bias.banned()) if bias else _vocabulary(n_vocab)
+        )
+        self._penalties = penalties
+        self._grammar = grammar
+        self._chain = new_chain(sampling)
+        self._candidates = Candidates(n_vocab)
+        self._n_enough = 1 if _is_greedy(sampling) else sampling.top_k or n_vocab
+
+    def choose(self, logits: Scores) -> int:
+        """Return the next token, and remember it."""
+        scores = self._scores(logits)
+        token = self._drawn(self._choices, scores)
+        if self._grammar is not None and not self._grammar.takes(token):
+            token = self._fitting(self._grammar, scores)
+        if self._penalties is not None:
+            api.llama_sampler_accept(self._penalties, token)
+        return token
+
+    def _scores(self, logits: Scores) -> Scores:
+        """Return the scores of all tokens; those of banned ones mean nothing."""
+        scores = logits.copy()
+        scores[self._biased] += self._biases
+        if self._penalties is not None:
+            self._candidates.fill(_vocabulary(scores.size), scores)
+            self._candidates.apply(self._penalties)  # keeps their order
+            scores = self._candidates.logits().copy()
+        return scores
+
+    def _drawn(self, tokens: Tokens, scores: Scores) -> int:
+        self._candidates.fill(tokens, scores[tokens])
+        self._candidates.apply(self._chain)
+        return self._candidates.selected()
+
+    def _fitting(self, grammar: LaneGrammar, scores: Scores) -> int:
+        """Return a token that the grammar takes, and let it be taken."""
+        for tokens, n_least in self._pools(scores):
+            allowed = grammar.allowed(tokens)
+            while allowed.size >= n_least:
+                token = self._drawn(allowed, scores)
+                if grammar.takes(token):
+                    return token
+                allowed = allowed[allowed != token]
         raise GrammarFailed(
             "the grammar allows no token of this model's vocabulary here; it may ask for "
             "characters the model cannot write, or logit_bias may ban what it needs"
         )
 
-    def _drawn(
-        self, candidates: Candidates, tokens: NDArray[np.int32], logits: NDArray[np.float32]
-    ) -> int:
-        candidates.fill(tokens, logits[tokens])
-        candidates.apply(self._chain)
-        return candidates.selected()
+    def _pools(self, scores: Scores) -> Iterator[tuple[Tokens, int]]:
+        """Yield tokens to look among, with how many of them must be allowed to decide.
+
+        If the best tokens hold as many allowed ones as the chain would keep of all, no other
+        can change the choice.
+        """
+        if self._n_enough <= _N_BEST < self._choices.size:
+            places = np.argpartition(scores[self._choices], -_N_BEST)[-_N_BEST:]
+            yield np.sort(self._choices[places]), self._n_enough
+        yield self._choices, 1
 
     def close(self) -> None:
-        """Free chain and grammar; closing twice is harmless."""
+        """Free chain, penalties and grammar."""
+        api.llama_sampler_free(self._chain)
+        if self._penalties is not None:
+            api.llama_sampler_free(self._penalties)
         if self._grammar is not None:
             self._grammar.close()
-        if self._chain is not None:
-            api.llama_sampler_free(self._chain)
-            self._chain = None
