@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from orchestrator.cli.opening import Messages, Opening, Progress
@@ -25,6 +25,7 @@ from orchestrator.engine.request import (
     Sampling,
     Text,
     Timings,
+    TokenLogprob,
     Usage,
 )
 
@@ -65,6 +66,7 @@ class FakeStream:
     opens_reasoning: bool = False
     before_word: Callable[[int], None] = lambda place: None
     error: Exception | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
@@ -83,7 +85,8 @@ class FakeStream:
             said.append(word)
             yield Text(word)
         reason: FinishReason = "cancelled" if self.cancelled.is_set() else "stop"
-        yield Finished(outcome("".join(said), len(said), reason))
+        ended = outcome("".join(said), len(said), reason)
+        yield Finished(replace(ended, logprobs=self.logprobs))
 
 
 def outcome(text: str, length: int, reason: FinishReason = "stop") -> Outcome:

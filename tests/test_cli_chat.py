@@ -20,7 +20,7 @@ from fake_engine import FakeEngine, FakeStream
 from orchestrator.cli.main import main
 from orchestrator.cli.opening import Opening, Progress
 from orchestrator.config import DEMO, ModelSpec
-from orchestrator.engine.request import Sampling
+from orchestrator.engine.request import Sampling, TokenLogprob
 from orchestrator.errors import ModelFileError, PromptTooLong
 
 HERE = Path(__file__).resolve().parent
@@ -135,9 +135,12 @@ def test_json_is_one_object_with_everything_in_it(cli: Cli) -> None:
 
 def test_every_option_reaches_the_engine(cli: Cli) -> None:
     Path("t.jinja").touch()
+    Path("g.gbnf").write_text('root ::= "é"\n', encoding="utf-8")
     line = (
         "hi -m x/y.gguf --ctx 512 --threads 2 --gpu-layers 0 --chat-template t.jinja --no-cache "
         "--temperature 0 --top-p 0.5 --top-k 3 --min-p 0.1 --repeat-penalty 1.1 --seed 7 "
+        "--typical-p 0.6 --frequency-penalty 0.1 --presence-penalty -0.2 --logprobs 2 --json "
+        "--grammar g.gbnf "
         '--max-tokens 9 --stop A --stop B --template-arg think=false --template-arg n={"a":[1]}'
     )
     engine = cli(*line.split()).engine
@@ -145,7 +148,15 @@ def test_every_option_reaches_the_engine(cli: Cli) -> None:
         Opening(ModelSpec("y", path=Path("x/y.gguf")), 512, 2, 0, Path("t.jinja"), 0)
     ]
     asked = engine.asked[0]
-    assert asked.sampling == Sampling(0, 3, 0.5, 0.1, 1.1, seed=7)
+    assert asked.sampling == Sampling(
+        *(0, 3, 0.5, 0.1, 1.1),
+        seed=7,
+        typical_p=0.6,
+        frequency_penalty=0.1,
+        presence_penalty=-0.2,
+        logprobs=2,
+        grammar='root ::= "é"\n',
+    )
     assert (asked.max_tokens, asked.stop, asked.use_cache) == (9, ("A", "B"), False)
     assert asked.template_arguments == {"think": False, "n": {"a": [1]}}
 
@@ -178,6 +189,8 @@ def test_a_model_of_the_file_is_opened_as_the_file_says_unless_told_otherwise(cl
         (["--template-arg", "x=yes"], "a text needs quotes of its own: 'x=\"yes\"'"),
         (["--stop", ""], "cannot be empty"),
         (["--chat-template", "none.jinja"], "does not exist"),
+        (["--grammar", "none.gbnf"], "does not exist"),
+        (["--logprobs", "3"], "--logprobs needs --json"),
         (["--sytem", "x"], "--system"),
         (["--system", "\udcff"], "not valid UTF-8"),
     ],
@@ -194,6 +207,45 @@ def test_sampling_out_of_range_is_told_before_a_model_is_opened(cli: Cli) -> Non
     assert ended.status == 1
     assert ended.err == "error: top_p is 2.0, must lie in 0 to 1; 1 switches it off\n"
     assert ended.engine.openings == []
+
+
+def test_a_schema_of_a_file_reaches_the_engine(cli: Cli) -> None:
+    Path("s.json").write_text('{"type": "object"}')
+    sampling = cli("hi", "--json-schema", "s.json").engine.asked[0].sampling
+    assert sampling is not None
+    assert sampling.json_schema == '{"type": "object"}'
+
+
+def test_a_file_that_is_no_grammar_or_schema_is_told_in_one_line(cli: Cli) -> None:
+    Path("latin.gbnf").write_bytes(b'root ::= "\xe9"')
+    Path("s.json").write_text('{"type": ')
+    for arguments, told in (
+        (["--grammar", "latin.gbnf"], '"latin.gbnf" is not UTF-8 text: offset 10'),
+        (["--json-schema", "s.json"], "json_schema is not JSON"),
+        (["--json-schema", "s.json", "--grammar", "s.json"], "both grammar and json_schema"),
+    ):
+        ended = cli("hi", *arguments)
+        assert ended.status == 1
+        assert ended.err.count("\n") == 1
+        assert told in ended.err
+        assert ended.engine.openings == []
+
+
+def test_logprobs_are_in_the_object(cli: Cli) -> None:
+    engine = says("a", "b")
+    engine.streams[0].logprobs = (
+        TokenLogprob(7, -0.5, ((7, -0.5), (9, -1.5))),
+        TokenLogprob(8, -2.5, ()),
+    )
+    ended = cli("hi", "--json", "--logprobs", "2", engine=engine)
+    assert json.loads(ended.out)["logprobs"] == [
+        {
+            "token": 7,
+            "logprob": -0.5,
+            "top": [{"token": 7, "logprob": -0.5}, {"token": 9, "logprob": -1.5}],
+        },
+        {"token": 8, "logprob": -2.5, "top": []},
+    ]
 
 
 def test_an_unknown_model_is_told_in_one_line(cli: Cli) -> None:

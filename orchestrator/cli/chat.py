@@ -22,8 +22,13 @@ from orchestrator.cli.render import Waiting, print_dim, terminal
 from orchestrator.cli.report import figures
 from orchestrator.config import ModelSpec
 from orchestrator.engine.request import Sampling
+from orchestrator.errors import ConfigError
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repeat_penalty", "seed")
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "typical_p"),
+    *("repeat_penalty", "frequency_penalty", "presence_penalty", "seed", "logprobs"),
+)
+_FORMS = ("grammar", "json_schema")
 PROGRESS_INTERVAL = 2.0
 """Seconds between two lines about progress where there is no terminal to count on."""
 
@@ -45,8 +50,14 @@ class Options:
     top_p: float | None
     top_k: int | None
     min_p: float | None
+    typical_p: float | None
     repeat_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
     seed: int | None
+    grammar: Path | None
+    json_schema: Path | None
+    logprobs: int | None
     max_tokens: int | None
     stop: tuple[str, ...]
     chat_template: Path | None
@@ -82,7 +93,18 @@ class Options:
         given = {name: getattr(self, name) for name in _SAMPLING}
         chosen: dict[str, Any] = dict(of_model)
         chosen |= {name: value for name, value in given.items() if value is not None}
+        files = {name: getattr(self, name) for name in _FORMS}
+        chosen |= {name: _read(file) for name, file in files.items() if file is not None}
         return Sampling(**chosen) if chosen else None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f'"{file}" cannot be read: {error.strerror or error}') from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f'"{file}" is not UTF-8 text: offset {error.start:,}') from error
 
 
 def _utf8(text: str) -> str:
@@ -135,8 +157,20 @@ def _not_empty(
 @click.option("--top-p", type=float, metavar="X", help="Sample from this much probability.")
 @click.option("--top-k", type=int, metavar="N", help="Sample from the N likeliest tokens.")
 @click.option("--min-p", type=float, metavar="X", help="Least probability, relative to the best.")
+@click.option("--typical-p", type=float, metavar="X", help="Sample what surprises as expected.")
 @click.option("--repeat-penalty", type=float, metavar="X", help="Above 1 discourages repetition.")
+@click.option(
+    "--frequency-penalty", type=float, metavar="X", help="Above 0 discourages each repetition."
+)
+@click.option(
+    "--presence-penalty", type=float, metavar="X", help="Above 0 discourages what was said."
+)
 @click.option("--seed", type=int, metavar="N", help="The same seed gives the same reply.")
+@click.option("--grammar", type=FILE, metavar="FILE", help="GBNF rules for the reply to follow.")
+@click.option("--json-schema", type=FILE, metavar="FILE", help="A schema for the reply to follow.")
+@click.option(
+    "--logprobs", type=int, metavar="N", help="With --json: N likely alternatives per token."
+)
 @click.option(
     "--max-tokens", type=click.IntRange(min=0), metavar="N", help="Longest reply, in tokens."
 )
@@ -169,6 +203,8 @@ def chat(seam: Seam, /, **values: Any) -> int:
     follows PROMPT.
     """
     options = Options(**values)
+    if options.logprobs is not None and not options.json:
+        raise click.UsageError("--logprobs needs --json, which shows them")
     spec = config.resolve(options.model, config.load(config.find(options.config)))
     asking = options.asking(spec)
     if options.prompt is None and sys.stdin is not None and sys.stdin.isatty():

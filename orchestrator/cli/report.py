@@ -11,7 +11,7 @@ from rich.text import Text
 
 from orchestrator.cli.inline import DIM
 from orchestrator.cli.reply import Reply
-from orchestrator.engine.request import Outcome
+from orchestrator.engine.request import Outcome, TokenLogprob
 
 _ENDS = {"length": "cut off at the limit", "cancelled": "stopped", "deadline": "out of time"}
 
@@ -49,15 +49,20 @@ def timings_line(outcome: Outcome) -> str:
 
 
 def as_json(reply: Reply, model: str) -> dict[str, object]:
-    """Return a reply as one object; times are in seconds, `reasoning` only where there is any."""
+    """Return a reply as one object; times are in seconds.
+
+    `reasoning` is there only where there is any, `logprobs` only where they were asked for.
+    """
     outcome = reply.outcome
     usage = outcome.usage
     reasoning = {"reasoning": reply.reasoning} if reply.reasoning else {}
+    likelihoods = [_likelihood(each) for each in outcome.logprobs]
     return {
         "model": model,
         "text": reply.content,
         **reasoning,
         "tokens": list(outcome.tokens),
+        **({"logprobs": likelihoods} if likelihoods else {}),
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
@@ -67,6 +72,11 @@ def as_json(reply: Reply, model: str) -> dict[str, object]:
         "timings": asdict(outcome.timings),
         "finish_reason": outcome.finish_reason,
     }
+
+
+def _likelihood(each: TokenLogprob) -> dict[str, object]:
+    top = [{"token": token, "logprob": value} for token, value in each.top]
+    return {"token": each.token, "logprob": each.logprob, "top": top}
 
 
 def figures(value: Any) -> Table:
