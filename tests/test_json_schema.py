@@ -160,6 +160,7 @@ def test_a_schema_allows_and_forbids(
         ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "never end"),
         ({"oneOf": [INTEGER, {"type": "number"}]}, "may hold at once, #/oneOf/0 and #/oneOf/1"),
         ({"oneOf": [{"properties": {"a": INTEGER}}, {"properties": {"b": INTEGER}}]}, "at once"),
+        ({"oneOf": [TEXT, {"required": ["a"]}]}, "at once"),  # what is no object lacks nothing
         ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, '"pattern" at # stands in two'),
         ({"allOf": [{"properties": {"a": {}}}, {"additionalProperties": False}]},
          '"additionalProperties" at #'),
@@ -198,6 +199,13 @@ def test_a_schema_nested_without_measure_is_refused() -> None:
         deep = {"items": deep}
     with pytest.raises(InvalidArgument, match="nested too deeply"):
         grammar_for(deep)
+
+
+def test_a_schema_whose_combinations_multiply_is_given_up() -> None:
+    both = [{"$ref": f"#/$defs/{n + 1}"} for n in range(60) for _ in range(2)]
+    defs = {str(n): {"allOf": both[2 * n : 2 * n + 2]} for n in range(60)} | {"60": TEXT}
+    with pytest.raises(InvalidArgument, match="more than 2 s to resolve"):
+        grammar_for({"$ref": "#/$defs/0", "$defs": defs})
 
 
 @pytest.mark.parametrize(

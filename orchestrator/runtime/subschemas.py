@@ -7,12 +7,14 @@ once (`oneOf`). What the result looks like as a grammar is the converter's busin
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -35,6 +37,10 @@ _SAYS_NOTHING = {
 }
 _HARMLESS = {"uniqueItems": False, "nullable": False, "minProperties": 0}
 """Keywords that are not supported, with the value that asks for nothing."""
+
+
+_PATIENCE = 2.0
+"""Seconds of computing after which a schema is given up: combinations can multiply without end."""
 
 
 class NoValue(InvalidArgument):
@@ -196,10 +202,15 @@ class Schemas:
 
     def __init__(self, root: Any) -> None:
         self._document = root
+        self._begun = time.thread_time()
         self.root = Found(root, "#")
 
     def understood(self, found: Found) -> Schema:
         """Return the keywords that constrain; raises for those that cannot be followed."""
+        if time.thread_time() - self._begun > _PATIENCE:
+            raise InvalidArgument(
+                f"json_schema takes more than {_PATIENCE:g} s to resolve; combine less with allOf"
+            )
         if found.schema is True:
             return {}
         if found.schema is False:
@@ -270,34 +281,38 @@ class Schemas:
 
     def check_apart(self, alternatives: Sequence[Found], path: str) -> None:
         """Refuse ``oneOf`` where a value might satisfy two: a grammar cannot exclude that."""
-        for one, other in itertools.combinations(alternatives, 2):
+        flat = []
+        for alternative in alternatives:
+            with contextlib.suppress(NoValue):
+                flat.append((alternative.path, self.flat(alternative)))
+        for (place, one), (other_place, other) in itertools.combinations(flat, 2):
             if not self._are_apart(one, other):
                 raise refusal(
-                    "oneOf", path, f"has alternatives that may hold at once, {one.path} and "
-                    f"{other.path}; use anyOf, or tell them apart by a required const"
+                    "oneOf", path, f"has alternatives that may hold at once, {place} and "
+                    f"{other_place}; use anyOf, or tell them apart by a required const"
                 )  # fmt: skip
 
     def _are_apart(self, one: Found, other: Found, depth: int = 0) -> bool:
-        try:
-            a, b = self.flat(one).schema, self.flat(other).schema
-        except NoValue:
-            return True
-        if depth > 4 or "anyOf" in a or "oneOf" in a or "anyOf" in b or "oneOf" in b:
+        """Return whether no value made for one of two flat schemas satisfies the other."""
+        a, b = one.schema, other.schema
+        if depth > 4 or {"anyOf", "oneOf"} & {*a, *b}:
             return False
-        kinds, others = self._kinds(a), self._kinds(b)
-        if not _overlap(kinds, others):
+        made, others_made = self._kinds(a, types_of(a)), self._kinds(b, types_of(b))
+        named, others_named = (self._kinds(each, each.get("type", TYPES)) for each in (a, b))
+        if not _overlap(made, others_named) and not _overlap(others_made, named):
             return True
         values, other_values = self.values(a), self.values(b)
         if values is not None and other_values is not None:
             return not {canonical(v) for v in values} & {canonical(v) for v in other_values}
-        if "object" in kinds and len(kinds) == len(others) == 1:
+        if made == others_made == {"object"}:
             return self._objects_are_apart(a, b, one.path, depth)
         return False
 
-    def _kinds(self, schema: Schema) -> set[str]:
+    def _kinds(self, schema: Schema, types: str | Iterable[str]) -> set[str]:
+        """Return the types of a schema's values, where it lists them, else `types`."""
         values = self.values(schema)
         if values is None:
-            return set(types_of(schema))
+            return {types} if isinstance(types, str) else set(types)
         return {name for name in TYPES for value in values if is_of(value, name)}
 
     def _objects_are_apart(self, a: Schema, b: Schema, path: str, depth: int) -> bool:
@@ -306,13 +321,16 @@ class Schemas:
         """
         if _wants_more(a, b) and _wants_more(b, a):
             return True
-        return any(
-            self._are_apart(
-                Found(a["properties"][name], path), Found(b["properties"][name], path), depth + 1
-            )
-            for name in set(a.get("required", [])) & set(b.get("required", []))
-            if name in a.get("properties", {}) and name in b.get("properties", {})
-        )
+        shared = {*a.get("required", [])} & {*b.get("required", [])}
+        shared &= {*a.get("properties", {})} & {*b.get("properties", {})}
+        return any(self._differ(a, b, name, path, depth) for name in shared)
+
+    def _differ(self, a: Schema, b: Schema, name: str, path: str, depth: int) -> bool:
+        try:
+            one, other = (self.flat(Found(each["properties"][name], path)) for each in (a, b))
+        except NoValue:
+            return True
+        return self._are_apart(one, other, depth + 1)
 
     def values(self, schema: Schema) -> list[Any] | None:
         """Return the values that ``const`` and ``enum`` leave, None where there is neither."""
