@@ -22,6 +22,7 @@ from orchestrator.engine.request import (
     FinishReason,
     Outcome,
     Prefilling,
+    Priority,
     Sampling,
     Text,
     Timings,
@@ -56,6 +57,7 @@ class Asked:
     template_arguments: Mapping[str, object] | None
     conversation: str | None
     use_cache: bool
+    priority: Priority
 
 
 @dataclass(slots=True)
@@ -141,6 +143,7 @@ class FakeEngine:
         template_arguments: Mapping[str, object] | None,
         conversation: str | None,
         use_cache: bool,
+        priority: Priority,
     ) -> FakeStream:
         self.asked.append(
             Asked(
@@ -151,6 +154,7 @@ class FakeEngine:
                 template_arguments,
                 conversation,
                 use_cache,
+                priority,
             )
         )
         if self.streams:

@@ -137,7 +137,8 @@ def test_every_option_reaches_the_engine(cli: Cli) -> None:
     Path("t.jinja").touch()
     Path("g.gbnf").write_text('root ::= "é"\n', encoding="utf-8")
     line = (
-        "hi -m x/y.gguf --ctx 512 --threads 2 --gpu-layers 0 --chat-template t.jinja --no-cache "
+        "hi -m x/y.gguf --ctx 512 --threads 2 --gpu-layers 0 --chat-template t.jinja "
+        "--no-cache --exact "
         "--temperature 0 --top-p 0.5 --top-k 3 --min-p 0.1 --repeat-penalty 1.1 --seed 7 "
         "--typical-p 0.6 --frequency-penalty 0.1 --presence-penalty -0.2 --logprobs 2 --json "
         "--grammar g.gbnf "
@@ -145,7 +146,7 @@ def test_every_option_reaches_the_engine(cli: Cli) -> None:
     )
     engine = cli(*line.split()).engine
     assert engine.openings == [
-        Opening(ModelSpec("y", path=Path("x/y.gguf")), 512, 2, 0, Path("t.jinja"), 0)
+        Opening(ModelSpec("y", path=Path("x/y.gguf")), 512, 2, 0, Path("t.jinja"), 0, exact=True)
     ]
     asked = engine.asked[0]
     assert asked.sampling == Sampling(
@@ -166,6 +167,7 @@ def test_without_options_the_choices_are_left_to_the_engine(cli: Cli) -> None:
     assert engine.openings == [Opening(DEMO)]
     assert engine.asked[0].sampling == Sampling(temperature=0.2, repeat_penalty=1.1)  # the demo's
     assert engine.asked[0].use_cache
+    assert engine.asked[0].priority == "interactive"
 
 
 def test_a_model_of_the_file_is_opened_as_the_file_says_unless_told_otherwise(cli: Cli) -> None:

@@ -32,4 +32,5 @@ class Asking:
             template_arguments=self.template_arguments,
             conversation=conversation,
             use_cache=self.use_cache,
+            priority="interactive",
         )

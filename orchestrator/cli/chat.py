@@ -63,6 +63,7 @@ class Options:
     chat_template: Path | None
     template_arg: tuple[tuple[str, object], ...]
     no_cache: bool
+    exact: bool
     json: bool
     verbose: bool
     config: Path | None
@@ -76,6 +77,7 @@ class Options:
             gpu_layers=self.gpu_layers,
             chat_template=self.chat_template,
             checkpoints=0 if self.no_cache else None,
+            exact=self.exact,
         )
 
     def asking(self, spec: ModelSpec) -> Asking:
@@ -191,6 +193,7 @@ def _not_empty(
     help="A variable for the template. May be repeated.",
 )
 @click.option("--no-cache", is_flag=True, help="Read every prompt from its first token.")
+@click.option("--exact", is_flag=True, help="The very same bits with kept states and without.")
 @click.option("--json", is_flag=True, help="Print the reply as one JSON object.")
 @click.option("--verbose", is_flag=True, help="Say more on standard error.")
 @click.option("--config", type=FILE, metavar="FILE", help="Read this instead of models.toml.")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from orchestrator.config import ModelSpec
-    from orchestrator.engine.request import Event, Sampling
+    from orchestrator.engine.request import Event, Priority, Sampling
 
 Messages = Sequence[Mapping[str, object]]
 Progress = Callable[[str], None]
@@ -71,6 +71,7 @@ class ChatEngine(Protocol):
         template_arguments: Mapping[str, object] | None,
         conversation: str | None,
         use_cache: bool,
+        priority: Priority,
     ) -> ReplyStream: ...
 
     def stats(self) -> object:
@@ -79,7 +80,10 @@ class ChatEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a model is to be opened. None leaves the choice to the engine; `checkpoints` 0 is off."""
+    """How a model is to be opened. None leaves the choice to the engine; `checkpoints` 0 is off.
+
+    `exact`: replies are bitwise the same, warm or cold.
+    """
 
     model: ModelSpec
     ctx: int | None = None
@@ -87,6 +91,7 @@ class Opening:
     gpu_layers: int | None = None
     chat_template: Path | None = None
     checkpoints: int | None = None
+    exact: bool = False
 
 
 OpenEngine = Callable[[Opening, Progress], AbstractContextManager[ChatEngine]]
@@ -103,6 +108,7 @@ def open_engine(opening: Opening, on_progress: Progress) -> AbstractContextManag
         gpu_layers=opening.gpu_layers,
         chat_template=opening.chat_template,
         checkpoints=opening.checkpoints,
+        exact=opening.exact,
         on_progress=on_progress,
     )
 
