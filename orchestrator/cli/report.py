@@ -97,7 +97,7 @@ def _rows(value: Any, indent: str = "") -> list[tuple[str, str]]:
         elif isinstance(held, tuple) and held and all(is_dataclass(one) for one in held):
             rows += [(name, ""), *((f"{indent}  {at}", _line(one)) for at, one in enumerate(held))]
         else:
-            rows.append((name, _shown(held, in_bytes=each.name.endswith("_bytes"))))
+            rows.append((name, _shown(held, in_bytes="_bytes" in each.name)))
     return rows
 
 

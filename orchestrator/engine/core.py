@@ -38,6 +38,7 @@ from orchestrator.errors import (
 from orchestrator.pool.checkpoint import Kind, Stop
 from orchestrator.pool.pool import Budgets
 from orchestrator.runtime.protocol import Chunk, Runtime
+from orchestrator.runtime.sampling import GrammarFailed
 
 log = logging.getLogger("orchestrator.engine")
 
@@ -333,7 +334,7 @@ class Core:
         try:
             token = lane.sampler.sample(row)
         except BackendError as failure:
-            self._fail(lane, failure, suspect=True)
+            self._fail(lane, failure, suspect=not isinstance(failure, GrammarFailed))
             return
         self.counters.sampled += 1
         reason = lane.say(token, self._clock())
