@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import tiny_models
 
 from orchestrator.engine.engine import Engine
+from orchestrator.engine.exactness import exacted
 from orchestrator.models.demo import ensure_demo
+from orchestrator.models.inspect import inspect
 from orchestrator.runtime.llama import LlamaRuntime, Settings, open_llama
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -33,6 +36,18 @@ def open_runtime(model: str, **settings: Any) -> Iterator[LlamaRuntime]:
     """Open a model's runtime with small sizes and close it in the end."""
     sizes = {"n_context": 512, "n_sequences": 6, **settings}
     runtime = open_llama(path_of(model), Settings(**sizes))
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+@contextmanager
+def open_exact(model: str, **settings: Any) -> Iterator[LlamaRuntime]:
+    """Open a model's runtime so that replies are exact, as the engine would; one thread."""
+    sizes = {"n_context": 512, "n_sequences": 8, "threads": 1, **settings}
+    path = path_of(model)
+    runtime = open_llama(path, replace(exacted(inspect(path), Settings(**sizes)), **settings))
     try:
         yield runtime
     finally:

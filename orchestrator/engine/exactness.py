@@ -22,6 +22,12 @@ and 18 ms a token at 200, 60 and 32 at 1,800.
 
 One thing is left: rows that lie in the pool in another order than in the text are summed in that
 order, which can show in the last bits. Other models run as llama.cpp runs them by itself.
+
+`exacted` is for those who ask for more: the same bits warm or cold, alone or among others, on every
+model and a CPU (`runtime.exact` tells how). Each sequence then has cells of its own, states move
+through host memory only, and a pass over the weights holds at most 63 tokens. Values are BF16
+beside F16 keys, so that one token's attention is not split by thread and a token may be alone in
+its pass; where keys and values are one (latent attention) both stay F16 and it may not.
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ _ONE_KERNEL = frozenset({"Q4_1", "Q5_1"})
 _STEADY = _ONE_KERNEL | {"F32"}
 _Q8_0 = 8  # ggml type number
 _BLOCK = 32  # values in a block of it
+_BF16 = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +62,26 @@ def steadied(file: ModelFile, settings: Settings) -> Kernels:
     return Kernels(replace(settings, type_v=_Q8_0, repack=False), exact)
 
 
+def exacted(file: ModelFile, settings: Settings) -> Settings:
+    """Return `settings`, made exact. Switches tiles off for the whole process where it must."""
+    exact = replace(settings, exact=True, tiles=not any(map(_is_tiled, file.tensor_types)))
+    return exact if _is_latent(file) else replace(exact, type_v=_BF16)
+
+
+def _is_tiled(type_name: str) -> bool:
+    """Return whether a type is multiplied by tiles from 8 tokens on and by rows below."""
+    return type_name.endswith("_K") or type_name.startswith("IQ")
+
+
+def _is_latent(file: ModelFile) -> bool:
+    """Return whether one compressed row serves as key and value."""
+    return f"{file.architecture}.attention.key_length_mla" in file.metadata
+
+
 def _takes_blocks(file: ModelFile) -> bool:
     """Return whether value rows may be Q8_0 beside F16 keys: whole blocks, rows of their own."""
-    if f"{file.architecture}.attention.key_length_mla" in file.metadata:
-        return False  # one compressed row serves as both
+    if _is_latent(file):
+        return False
     width = file.metadata.get(f"{file.architecture}.attention.value_length")
     if width is None:
         n_embd = file.metadata.get(f"{file.architecture}.embedding_length")

@@ -1,7 +1,8 @@
 """How do chunks become a `llama_batch`, without a Python loop per token?
 
 The arrays are allocated once for `n_batch` tokens and filled through numpy; llama.cpp reads them
-in place. Outputs are the last tokens of the chunks that want logits, in batch order.
+in place. Outputs are the last tokens of the chunks that want logits, in batch order; more than one
+of a chunk may be asked for, where a single row would be computed in another way.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class BatchBuffer:
             setattr(batch, field, ctypes.cast(values.ctypes.data, ctypes.POINTER(kind)))
         return batch
 
-    def fill(self, chunks: Sequence[Chunk]) -> tuple[Any, list[int | None]]:
-        """Return the batch, and for each chunk the index of its output in it.
+    def fill(self, chunks: Sequence[Chunk], n_last: int = 1) -> tuple[Any, list[int | None]]:
+        """Return the batch, and for each chunk the index of its last token's output in it.
 
-        The chunks hold 1 to `n_batch` tokens in all; the caller has checked them.
+        The chunks hold 1 to `n_batch` tokens in all; the caller has checked them. The last
+        `n_last` tokens of a chunk that wants logits are outputs.
         """
         outputs: list[int | None] = []
         start = 0
@@ -57,7 +59,7 @@ class BatchBuffer:
             self._positions[start:end] = range(chunk.start, chunk.end)
             self._sequences[start:end] = chunk.sequence
             self._outputs[start:end] = 0
-            self._outputs[end - 1] = chunk.wants_logits
+            self._outputs[max(start, end - n_last) : end] = chunk.wants_logits
             outputs.append(end - 1 if chunk.wants_logits else None)
             start = end
         self._batch.n_tokens = start

@@ -33,6 +33,11 @@ def check_batch(chunks: Sequence[Chunk], limits: Limits, n_vocab: int, length_of
         )
     if len({chunk.sequence for chunk in chunks}) < len(chunks):
         raise InvalidArgument("two chunks of one decode call name the same sequence; join them")
+    if not limits.mixes and 1 < len(chunks) < total:
+        raise InvalidArgument(
+            f"a decode call of {len(chunks)} chunks and {total} tokens; in exact mode it holds one "
+            "token per sequence, or one longer chunk alone"
+        )
     if 0 < limits.n_joint < len(chunks):
         raise InvalidArgument(
             f"a decode call of {len(chunks)} sequences; with this model llama.cpp evaluates "
@@ -56,9 +61,19 @@ def _check_chunk(chunk: Chunk, limits: Limits, n_vocab: int, held: int) -> None:
 
 
 def check_copy(
-    source: int, target: int, length: int | None, memory: MemoryKind, length_of: LengthOf
+    source: int,
+    target: int,
+    length: int | None,
+    memory: MemoryKind,
+    limits: Limits,
+    length_of: LengthOf,
 ) -> int:
     """Return how many tokens a copy takes along."""
+    if not limits.copies:
+        raise InvalidArgument(
+            f"sequence {source} cannot be copied: in exact mode each has cells of its own; "
+            f"save it and restore it to sequence {target}"
+        )
     held, there = length_of(source), length_of(target)
     length = held if length is None else length
     if there or not 0 < length <= held:

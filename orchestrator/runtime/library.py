@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -91,6 +92,14 @@ def may_repack() -> bool:
     on virtual machines that announce them without keeping their state they end the process.
     """
     return b"AMX_INT8 = 1" not in bytes(api.llama_print_system_info())
+
+
+def switch_tiles_off() -> None:
+    """Let K-quants be multiplied row by row whatever the number of tokens, for good.
+
+    llama.cpp looks once per process, when it computes for the first time: too late has no effect.
+    """
+    os.environ["GGML_CPU_TILED_MM"] = "0"
 
 
 def build() -> str:

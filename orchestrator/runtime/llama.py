@@ -28,7 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator._seqstate import Identity
-from orchestrator.errors import BackendError, DecodeFailed, InvalidArgument, PoolFull
+from orchestrator.errors import (
+    BackendError,
+    ConfigError,
+    DecodeFailed,
+    InvalidArgument,
+    PoolFull,
+)
 from orchestrator.runtime import joint, library
 from orchestrator.runtime.batch import BatchBuffer
 from orchestrator.runtime.checks import (
@@ -44,6 +50,15 @@ from orchestrator.runtime.checks import (
     check_save_state,
     check_sequence,
 )
+from orchestrator.runtime.exact import (
+    N_PASS_MOST,
+    SINGLE,
+    ExactEvaluation,
+    Passes,
+    Rows,
+    find_passes,
+    pass_size,
+)
 from orchestrator.runtime.library import api
 from orchestrator.runtime.llama_grammar import grammar_of
 from orchestrator.runtime.llama_sampler import LlamaSampler
@@ -57,6 +72,7 @@ _STATE_ONLY = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _FLASH_ATTENTION = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED
 _N_BATCH_MOST, _N_BATCH_STEP = 512, 64
 _RATE_PER_THREAD = 2e10  # operations per second of one core on quantised weights, roughly
+_SPLIT_TYPES = (0, 1)  # F32, F16: one token's attention to these is split by thread
 _CELL_STEP = 256  # llama.cpp rounds the pool up to a multiple of this
 
 
@@ -68,7 +84,8 @@ class Settings:
     fixed, or as many as `state_budget` bytes of recurrent state allow, within
     `n_sequences_least` and `_most`; `n_batch` tokens per decode call, None for about a second's
     worth; `n_ubatch` per pass over the weights; `type_k` and `type_v` are ggml type numbers;
-    `repack` lays weights out anew for faster kernels.
+    `repack` lays weights out anew for faster kernels. `exact`: see `runtime.exact`; every sequence
+    then has `n_context` cells of its own. `tiles` False: see `library.switch_tiles_off`.
     """
 
     n_context: int = 4096
@@ -84,6 +101,8 @@ class Settings:
     type_k: int = 1
     type_v: int = 1
     repack: bool = True
+    exact: bool = False
+    tiles: bool = True
 
 
 def open_llama(path: Path, settings: Settings) -> LlamaRuntime:
@@ -93,6 +112,10 @@ def open_llama(path: Path, settings: Settings) -> LlamaRuntime:
     model that names a supported architecture and does not follow it.
     """
     library.prepare()
+    if not settings.tiles:
+        library.switch_tiles_off()
+    if settings.exact:
+        settings = _exactly(settings)
     model = _load_model(path, settings)
     try:
         memory = _memory_kind(model)
@@ -101,12 +124,36 @@ def open_llama(path: Path, settings: Settings) -> LlamaRuntime:
         if n_sequences >= N_SEQUENCES_MOST:
             measures = replace(measures, sliced=False)
         n_sequences += measures.sliced
+        if measures.passes is not None:
+            n_sequences = max(n_sequences, measures.passes.least)  # a lone lane needs a neighbour
         n_cells = settings.n_cells or settings.n_context
         context = _new_context(model, settings, n_cells, n_sequences)
     except BaseException:
         api.llama_model_free(model)
         raise
     return LlamaRuntime(path, settings, model, context, memory, measures)
+
+
+def _exactly(settings: Settings) -> Settings:
+    """Return settings under which passes can be exact; raises `ConfigError` where none are."""
+    if library.can_offload() and settings.gpu_layers != 0:
+        raise ConfigError(
+            "exact replies are promised on the CPU alone, and this llama.cpp would compute on a "
+            "GPU; open with gpu_layers = 0 (--gpu-layers 0), or without exact"
+        )
+    wanted = settings.n_sequences or settings.n_sequences_least
+    if wanted > N_PASS_MOST:
+        raise ConfigError(
+            f"{wanted} sequences are too many for exact replies: one token of each must fit a pass "
+            f"of {N_PASS_MOST}; open fewer lanes, or without exact"
+        )
+    return replace(
+        settings,
+        n_sequences_most=min(settings.n_sequences_most, N_PASS_MOST),
+        n_cells=None,
+        n_batch=min(settings.n_batch or N_PASS_MOST, N_PASS_MOST),
+        repack=False,
+    )
 
 
 def fingerprint(path: Path) -> bytes:
@@ -153,15 +200,19 @@ def _new_context(model: Any, settings: Settings, n_context: int, n_sequences: in
     threads = settings.threads or n_cores()
     n_batch = settings.n_batch or _fit_batch(model, settings, threads)
     parameters = api.llama_context_default_params()
-    parameters.n_ctx = n_context
+    own = -(-(n_context + 1) // _CELL_STEP) * _CELL_STEP  # with room for a pad
+    parameters.n_ctx = n_sequences * own if settings.exact else n_context
     parameters.n_batch = max(n_batch, n_sequences)
     parameters.n_ubatch = min(settings.n_ubatch, parameters.n_batch)
+    if settings.exact:  # a call is a pass
+        parameters.n_batch = parameters.n_ubatch = pass_size(n_batch, n_sequences)
     parameters.n_seq_max = n_sequences
-    parameters.n_outputs_max = n_sequences
+    parameters.n_outputs_max = max(n_sequences, 2)
     parameters.n_threads = parameters.n_threads_batch = threads
     parameters.flash_attn_type = _FLASH_ATTENTION
     parameters.type_k, parameters.type_v = settings.type_k, settings.type_v
-    parameters.kv_unified = True
+    parameters.kv_unified = not settings.exact
+    parameters.op_offload = not settings.exact
     parameters.swa_full = True
     context = api.llama_init_from_model(model, parameters)
     if not context:
@@ -196,19 +247,22 @@ def n_cores() -> int:
 class _Measures:
     """Bytes of one recurrent state and of the attention rows of one token; sequences per call.
 
-    `sliced`: rows can be moved in slices, for which the context needs one sequence more.
+    `sliced`: rows can be moved in slices, for which the context needs one sequence more. `passes`:
+    what exact evaluation needs, None without it.
     """
 
     state: int
     cell: int
     n_joint: int
     sliced: bool
+    passes: Passes | None
 
 
 def _measure(model: Any, settings: Settings, memory: MemoryKind) -> _Measures:
     """Evaluate two tokens and ask llama.cpp what a sequence takes after each; try what it can."""
-    alone = settings.n_sequences == 1
-    context = _new_context(model, settings, _CELL_STEP, 1 if alone else joint.N_SEQUENCES)
+    alone = settings.n_sequences == 1 and not settings.exact
+    whole = replace(settings, n_batch=N_PASS_MOST) if settings.exact else settings
+    context = _new_context(model, whole, _CELL_STEP, 1 if alone else joint.N_SEQUENCES)
     buffer = BatchBuffer(1)
     sizes = []
     try:
@@ -221,10 +275,23 @@ def _measure(model: Any, settings: Settings, memory: MemoryKind) -> _Measures:
         n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         n_joint = 1 if alone or not joint.evaluates_jointly(context, n_vocab) else 0
         sliced = moves_slices(context, memory)
+        passes = _passes(context, n_vocab, settings, memory, n_joint) if settings.exact else None
     finally:
         api.llama_free(context)
     held = state if memory in ("hybrid", "recurrent") else 0
-    return _Measures(held, sizes[1] - sizes[0], n_joint, sliced)
+    if passes == SINGLE:
+        n_joint = 1  # see `ExactEvaluation`
+    return _Measures(held, sizes[1] - sizes[0], n_joint, sliced, passes)
+
+
+def _passes(
+    context: Any, n_vocab: int, settings: Settings, memory: MemoryKind, n_joint: int
+) -> Passes:
+    """Return the passes that exact evaluation needs."""
+    if n_joint == 1:
+        return SINGLE
+    split = settings.type_k == settings.type_v and settings.type_k in _SPLIT_TYPES
+    return find_passes(context, n_vocab, may_be_alone=memory == "recurrent" or not split)
 
 
 def _fit_sequences(measures: _Measures, settings: Settings) -> int:
@@ -256,6 +323,8 @@ class LlamaRuntime:
             cell_bytes=measures.cell,
             n_joint=measures.n_joint,
             sliced=measures.sliced,
+            copies=not settings.exact,
+            mixes=not settings.exact,
         )
         if self.limits.n_cells < settings.n_context:
             raise BackendError(
@@ -267,26 +336,46 @@ class LlamaRuntime:
         self._scratch = self.limits.n_sequences
         self._batch = BatchBuffer(self.limits.n_batch)
         self._outputs: frozenset[int] = frozenset()
+        passes = measures.passes
+        self._exact = None if passes is None else ExactEvaluation(context, passes, memory)
         self._memory = sequence_memory(context, memory, self._identity(settings))
 
     def _identity(self, settings: Settings) -> Identity:
         return Identity(
-            build=library.build(),
+            build=library.build() + (f"/exact-{self._exact.passes.least}" if self._exact else ""),
             model=self.model.fingerprint,
             n_layer=api.llama_model_n_layer(self._model),
             n_ctx=self.limits.n_cells,
             flash_attn=True,
-            unified=True,
+            unified=not settings.exact,
             type_k=settings.type_k,
             type_v=settings.type_v,
         )
+
+    @property
+    def passes(self) -> Passes | None:
+        """What a pass over the weights may hold in exact mode, None outside it."""
+        return self._exact.passes if self._exact else None
 
     # ---- evaluation ---------------------------------------------------------------------------
 
     def decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """See `Runtime.decode`."""
         check_batch(chunks, self.limits, self.model.n_vocab, self._complete)
-        batch, outputs = self._batch.fill(chunks)
+        if self._exact is None:
+            found = self._evaluate(chunks)
+        else:
+            held = {sequence: n for sequence, n in enumerate(self._lengths) if n}
+            found = self._exact.evaluate(chunks, held, self._evaluate)
+        for chunk in chunks:
+            self._lengths[chunk.sequence] = chunk.end
+        rows = [found[chunk.sequence] if chunk.wants_logits else None for chunk in chunks]
+        self._outputs = frozenset(row for row in rows if row is not None)
+        return rows
+
+    def _evaluate(self, chunks: Sequence[Chunk], n_last: int = 1) -> Rows:
+        """Return the row of each chunk's sequence; see `BatchBuffer.fill`."""
+        batch, outputs = self._batch.fill(chunks, n_last)
         self._outputs = frozenset()
         code = api.llama_decode(self._context, batch)
         if code == 1:
@@ -298,10 +387,7 @@ class LlamaRuntime:
                 f"llama_decode failed with {code}: {library.last_complaint()}; "
                 "every state is dropped and prompts are read again"
             )
-        for chunk in chunks:
-            self._lengths[chunk.sequence] = chunk.end
-        self._outputs = frozenset(output for output in outputs if output is not None)
-        return outputs
+        return {chunk.sequence: row for chunk, row in zip(chunks, outputs, strict=True)}
 
     def _index_of(self, row: int) -> int:
         if row not in self._outputs:
@@ -346,7 +432,7 @@ class LlamaRuntime:
 
     def copy(self, source: int, target: int, length: int | None = None) -> None:
         """See `Runtime.copy`."""
-        taken = check_copy(source, target, length, self.model.memory, self._complete)
+        taken = check_copy(source, target, length, self.model.memory, self.limits, self._complete)
         self._memory.copy(source, target, None if taken == self._lengths[source] else taken)
         self._lengths[target] = taken
         self._verify(target)

@@ -57,7 +57,8 @@ class Limits:
     sequence; `n_batch` tokens in one decode call; `state_bytes` of recurrent state per sequence;
     `cell_bytes` of attention rows per token. On a pure recurrent model a token takes no cell.
     `n_joint` sequences in one decode call (0: all); `sliced`: rows can be moved in parts;
-    `copies`: a sequence can be copied to another, else states move through host memory only.
+    `copies`: a sequence can be copied to another, else states move through host memory only;
+    `mixes`: a decode call may hold any chunks, else one token per sequence or one longer chunk.
     """
 
     n_sequences: int
@@ -69,6 +70,7 @@ class Limits:
     n_joint: int = 0
     sliced: bool = True
     copies: bool = True
+    mixes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

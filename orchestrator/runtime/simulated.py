@@ -259,7 +259,7 @@ class SimulatedRuntime:
 
     def copy(self, source: int, target: int, length: int | None = None) -> None:
         """See `Runtime.copy`."""
-        taken = check_copy(source, target, length, self.model.memory, self._complete)
+        taken = check_copy(source, target, length, self.model.memory, self.limits, self._complete)
         held = self._get(source)
         for cell in held.cells[:taken]:
             self._owners[cell] += 1
