@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.engine.core import Core, Options
-from orchestrator.engine.lane import Lane
 from orchestrator.engine.request import GREEDY, Event, Finished, Outcome, Request
 from orchestrator.errors import OrchestratorError
 from orchestrator.runtime.protocol import Limits, MemoryKind
@@ -130,7 +129,8 @@ def check_budgets(core: Core) -> None:
 def check_chats(core: Core) -> None:
     """Assert that leases are those of what runs or waits, and that latest turns are current."""
     keeper = core._keeper
-    holders = [lane.admission.seed.checkpoint for lane in core._seats.lanes if _imports(lane)]
+    seeds = [lane.admission.seed for lane in core._seats.lanes if not lane.is_ready]
+    holders = [seed.checkpoint for seed in seeds if seed is not None]
     holders += [t.lane.parked for t in core._seats.scheduler if t.lane and t.lane.parked]
     holders += list(keeper.pool._moving)
     for checkpoint in keeper.pool.checkpoints:
@@ -140,10 +140,6 @@ def check_chats(core: Core) -> None:
         assert turn.kind == "turn"
         assert turn.conversation == conversation
         assert not turn.is_superseded
-
-
-def _imports(lane: Lane) -> bool:
-    return not lane.is_ready
 
 
 def cold(request: Request, memory: MemoryKind = "hybrid", *, end_every: int = 0) -> Outcome:

@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 from simulation import KINDS, Simulation, cold, request
 
 from orchestrator.engine.core import Options
-from orchestrator.engine.lane import Ticket
 from orchestrator.engine.request import Event, Finished, Outcome, Prefilling, Request, Text
-from orchestrator.errors import (
-    BackendError,
-    DecodeFailed,
-    OrchestratorError,
-    PoolFull,
-    PromptTooLong,
-)
+from orchestrator.engine.ticket import Ticket
+from orchestrator.errors import BackendError, DecodeFailed, OrchestratorError, PromptTooLong
 from orchestrator.pool.placement import RESEND_GAP
 from orchestrator.pool.pool import Budgets
 from orchestrator.runtime.protocol import MemoryKind
