@@ -7,10 +7,12 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from real import open_engine
 
+from orchestrator.engine import aio
 from orchestrator.engine.aio import AsyncEngine, AsyncStream
 from orchestrator.engine.core import Options
 from orchestrator.engine.engine import Engine
@@ -359,9 +361,29 @@ def test_what_stops_a_model_from_opening_is_raised_where_it_was_opened() -> None
     asyncio.run(main())
 
 
-def test_an_engine_that_nobody_waits_for_any_more_is_closed_again() -> None:
-    from orchestrator.engine import aio
+def test_what_a_thread_opened_for_a_task_that_is_gone_is_undone() -> None:
+    begun, may = threading.Event(), threading.Event()
+    undone: list[str] = []
 
+    def work() -> str:
+        begun.set()
+        assert may.wait(WAIT)
+        return "opened"
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as threads:
+            task = asyncio.create_task(aio._in_thread(threads, work, undone.append))
+            await become(begun.is_set)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            may.set()
+            await become(lambda: undone == ["opened"])
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_nobody_waits_for_any_more_is_closed_again() -> None:
     opening, may, closed = threading.Event(), threading.Event(), threading.Event()
 
     class Slow(SimulatedRuntime):

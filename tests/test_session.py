@@ -514,6 +514,57 @@ def test_spans_stay_true_when_the_template_renders_history_anew() -> None:
         ]
 
 
+message_texts = st.sampled_from(["", "a", "b c", "<think>\nhm\n</think>\n\nso", "<|im_end|>"])
+told = st.builds(
+    lambda role, content: {"role": role, "content": content},
+    st.sampled_from(["user", "assistant", "tool"]),
+    message_texts,
+)
+
+
+@pytest.mark.parametrize("named", ["chatml", "thinking", "empty_think"])
+@settings(max_examples=25, deadline=None)
+@given(messages=st.lists(told, min_size=1, max_size=7), looks=st.sets(st.integers(0, 7)))
+def test_looking_on_the_way_changes_nothing_of_what_is_seen_in_the_end(
+    named: str, messages: list[dict[str, object]], looks: set[int]
+) -> None:
+    with engine_over(named=named) as engine:
+        session = engine.create_session(system=SYSTEM)
+        for place, message in enumerate(messages):
+            session.append_message(message)
+            if place in looks:
+                check_tiling(session)
+        at_once = engine.create_session(system=SYSTEM, messages=messages)
+        assert check_tiling(session) == check_tiling(at_once)
+
+
+def test_spans_are_found_anew_where_a_message_that_was_measured_is_rendered_otherwise() -> None:
+    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nso"}
+    with engine_over(named="thinking") as engine:
+        session = engine.create_session(messages=[user("one"), thought])
+        whole = check_tiling(session)[1].end
+        session.append_message(user("a much longer question"))
+        at_once = session.fork()
+        assert check_tiling(session)[1].end < whole
+        assert check_tiling(session) == check_tiling(at_once)
+
+
+def test_the_reasoning_of_a_reply_is_kept_apart_from_its_answer() -> None:
+    source = (
+        "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
+        "{% if add_generation_prompt %}<think>{% endif %}"
+    )
+    apart = ChatTemplate(source, bos_text="", eos_text="")
+    with Engine.over(lambda: SimulatedRuntime(LIMITS), template=apart, sampling=GREEDY) as engine:
+        asked = asked_by(engine)
+        session = engine.create_session(messages=[user("one")])
+        outcome = session.generate(max_tokens=6).outcome()
+        session.append_message(user("two"))
+        session.generate(max_tokens=1).outcome()
+        text = f"[|one][{outcome.text.strip()}|][|two]<think>"
+        assert asked[1].tokens == engine.tokenize(text)
+
+
 def test_what_the_template_does_not_take_yet_holds_no_tokens() -> None:
     source = (
         "{% if messages[-1].role == 'system' %}{{ raise_exception('no question') }}{% endif %}"

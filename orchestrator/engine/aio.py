@@ -205,7 +205,7 @@ class AsyncSession(_Front[Session]):
         return self._inner.name
 
     async def close(self) -> None:
-        """Cancel what runs, wait for its end, and let the engine forget; twice is harmless."""
+        """Cancel what runs and let the engine forget what it kept; twice is harmless."""
         with suppress(EngineClosed):
             await _in_thread(self._threads, self._inner.close)
 

@@ -14,12 +14,11 @@ waits for a session: how a reply ended is put aside there, and taken in by the n
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
@@ -68,19 +67,14 @@ class SessionView:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A reply on its way. `end` may be called in any thread, by a finalizer too: it never waits."""
+    """A reply on its way. `end` is called in any thread, by a finalizer too, and never waits."""
 
     cancel: Callable[[], object]
     opens_reasoning: bool
     last: Last | None = None
-    _ended: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
 
     def end(self, last: Last) -> None:
         self.last = last
-        self._ended.put(None)
-
-    def wait(self) -> None:
-        self._ended.put(self._ended.get())
 
 
 class Session:
@@ -258,7 +252,7 @@ class Session:
         )
 
     def close(self) -> None:
-        """Cancel what runs, wait for its end, and let the engine forget; twice is harmless."""
+        """Cancel what runs and let the engine forget what it kept; twice is harmless."""
         with self._lock:
             running, was_closed = self._running, self._is_closed
             self._is_closed = True
@@ -266,9 +260,8 @@ class Session:
             return
         if running is not None:
             running.cancel()
-            running.wait()  # what it keeps in the end is to be forgotten too
         with suppress(EngineClosed):
-            self._engine.forget(self._conversation)
+            self._engine.forget(self._conversation)  # ends first what was cancelled
 
     def __enter__(self) -> Session:
         return self
