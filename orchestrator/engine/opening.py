@@ -14,7 +14,7 @@ from pathlib import Path
 from orchestrator import config
 from orchestrator.config import ModelSpec
 from orchestrator.engine.core import Options
-from orchestrator.engine.exactness import steadied
+from orchestrator.engine.exactness import Kernels, exacted, steadied
 from orchestrator.engine.scheduler import Patience
 from orchestrator.errors import ConfigError, InvalidArgument
 from orchestrator.models.demo import ensure_demo
@@ -32,6 +32,7 @@ N_CONTEXT_DEFAULT = 8192
 N_CONTEXT_MOST = 1 << 24
 N_SEQUENCES_MOST = 32
 N_LANES_MOST = 64
+N_SEQUENCES_EXACT_LEAST = 2  # a lone lane may need a neighbour to be evaluated with
 _SPARES_LEAST = 3  # a turn keeps its turn, resend and reply points
 _STATE_SHARE = 8  # an eighth of the memory that is available may go to recurrent states
 _EXPORT_SHARE = 8  # and as much to checkpoints in host memory
@@ -102,7 +103,7 @@ def open_model(model: str | Path | ModelSpec, choices: Choices, on_progress: Pro
     file = inspect(path)
     sampling = Sampling(**spec.sampling)  # type: ignore[arg-type]  # names and types were checked
     on_progress(f"loading {path.name} ({file.size_bytes / 1e6:,.0f} MB)")
-    kernels = steadied(file, _settings(file, choices))
+    kernels = _kernels(file, choices)
     runtime = open_llama(path, kernels.settings)
     try:
         template = _template(runtime, choices.chat_template)
@@ -112,6 +113,15 @@ def open_model(model: str | Path | ModelSpec, choices: Choices, on_progress: Pro
         raise
     notes = _notes(runtime, template)
     return Opened(runtime, template, options, sampling, spec.name, kernels.exact, notes)
+
+
+def _kernels(file: ModelFile, choices: Choices) -> Kernels:
+    """Return how a model is computed; exactly, each lane has cells of its own and nothing else."""
+    settings = _settings(file, choices)
+    if not choices.exact:
+        return steadied(file, settings)
+    n_lanes = max(N_SEQUENCES_EXACT_LEAST, choices.lanes or 1)
+    return Kernels(exacted(file, replace(settings, n_sequences=n_lanes)), exact=True)
 
 
 def _merged(choices: Choices, spec: ModelSpec) -> Choices:
