@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 import tiny_models
@@ -23,7 +24,7 @@ from orchestrator.runtime.llama import Settings
 
 USERS, TURNS, LANES = 4, 3, 4
 N_CONTEXT = 1024
-SYSTEM = "You are a careful assistant who answers in few words and never in verse. " * 3
+SYSTEM = "You are a careful assistant who answers in few words and never in verse. " * 2
 QUESTIONS = (
     ("What is the capital of France?", "And of Italy?", "Which is larger?"),
     ("Name a river.", "Another one.", "Which is longer?"),
@@ -75,8 +76,9 @@ class User:
         self.messages.append({"role": "assistant", "content": outcome.text})
 
 
+@cache
 def reference(model: str, n_tokens: int, *, exact: bool = False) -> list[User]:
-    """Return what each user gets alone and uncached."""
+    """Return what each user gets alone and uncached; computed once."""
     users = [User(questions) for questions in QUESTIONS]
     with open_gate(model, exact=exact, cached=False) as engine:
         for user in users:
@@ -148,7 +150,7 @@ def test_the_gate_in_exact_mode_on_quantised_tiny_models(model: str, lanes: int)
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", [1, 8])
 def test_the_gate_in_exact_mode_on_the_demo_model(lanes: int) -> None:
-    pass_gate(DEMO, n_tokens=16, exact=True, lanes=lanes)
+    pass_gate(DEMO, n_tokens=8, exact=True, lanes=lanes)
 
 
 @pytest.mark.demo
@@ -156,9 +158,9 @@ def test_the_gate_in_exact_mode_on_the_demo_model(lanes: int) -> None:
 def test_the_demo_model_parts_only_at_near_ties_in_the_default_mode(
     record_property: Callable[[str, object], None],
 ) -> None:
-    wanted = reference(DEMO, n_tokens=16)
+    wanted = reference(DEMO, n_tokens=8)
     with open_gate(DEMO) as engine:
-        replies = warm(engine, wanted, 16)
+        replies = warm(engine, wanted, 8)
         prompts = [
             [engine.encode(user.messages[: 2 * turn + 2]).tokens for turn in range(TURNS)]
             for user in wanted

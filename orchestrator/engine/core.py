@@ -120,6 +120,11 @@ class Core:
         except DecodeFailed as failure:
             self.fail_all(failure)
 
+    def warm(self, path: bytes) -> int:
+        """Return how many tokens a packed prompt would be started from now."""
+        seed = self._keeper.pool.book.longest(path)
+        return seed.length if seed else 0
+
     def forget(self, conversation: str) -> None:
         """Give up every checkpoint of a conversation, except what a running request needs.
 

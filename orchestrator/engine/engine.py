@@ -201,7 +201,7 @@ class Engine:
         request = Request(
             tokens=prompt.tokens,
             turn=prompt.turn,
-            base=getattr(prompt, "base", 0),
+            base=prompt.base,
             sampling=self._sampling if sampling is None else sampling,
             max_tokens=max_tokens,
             stop=stop,
@@ -221,9 +221,14 @@ class Engine:
         sampling: Sampling | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        conversation: str | None = None,
         use_cache: bool = True,
+        one_off: bool = False,
+        priority: Priority = "default",
+        client: str | None = None,
+        deadline: float | None = None,
     ) -> Stream:
-        """Return the stream of a continuation of raw text, without a template."""
+        """Return the stream of a continuation of raw text, without a template; see `chat`."""
         if not isinstance(prompt, str):
             raise InvalidArgument(f"the prompt is {type(prompt).__name__}; give a text")
         with self._open_vocabulary():
@@ -233,7 +238,12 @@ class Engine:
             sampling=self._sampling if sampling is None else sampling,
             max_tokens=max_tokens,
             stop=stop,
+            conversation=conversation,
             use_cache=use_cache,
+            one_off=one_off,
+            priority=priority,
+            client=client,
+            deadline=deadline,
         )
         return self.generate(request)
 
@@ -335,12 +345,7 @@ class Engine:
     def warm(self, tokens: Sequence[int]) -> int:
         """Return how many of `tokens` a request would be started from that goes on from them."""
         path = pack((*tokens, 0))
-
-        def look_up(core: Core) -> int:
-            seed = core._keeper.pool.book.longest(path)
-            return seed.length if seed else 0
-
-        return self._worker.call(look_up)
+        return self._worker.call(lambda core: core.warm(path))
 
     # ---- the engine itself --------------------------------------------------------------------
 
