@@ -114,6 +114,7 @@ class Keeper:
         self.memory.reset()
         for checkpoint in self.pool.lose():
             self.mover.forget(checkpoint)
+        self._shrink()
 
     def resize(self, budgets: Budgets) -> None:
         """Take other budgets and make what is there fit them."""
@@ -121,7 +122,7 @@ class Keeper:
         for checkpoint in self.pool.moving:
             self.mover.forget(checkpoint)
             self.pool.stayed(checkpoint)
-        self.drop(self.pool.plan_shrink())
+        self._shrink()
         self.clear_now(self.pool.plan_room(0) or ())
 
     # ---- lanes come and go --------------------------------------------------------------------
@@ -174,14 +175,16 @@ class Keeper:
         checkpoint.leases += 1
 
         def arrived(stands: bool) -> None:
+            self.pool.arrived(admission)
             checkpoint.leases -= 1
             if stands:
                 self.memory.cut(admission.sequence, length)
                 self._counters.imported_checkpoints += 1
             else:
-                self.drop([checkpoint])
                 self._counters.refused_checkpoints += 1
-            self.drop(self.pool.plan_shrink())  # the budget may have shrunk under its lease
+                if checkpoint in self.pool.checkpoints:  # another import of it may have been first
+                    self.drop([checkpoint])
+            self._shrink()
             seated(stands)
 
         self.mover.begin_import(checkpoint, admission.sequence, arrived)
@@ -216,6 +219,11 @@ class Keeper:
         seed = lane.admission.seed
         if seed is not None and seed.checkpoint in self.pool.checkpoints:
             seed.checkpoint.leases -= 1
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Give up what no longer fits host memory, and only a lease kept there."""
+        self.drop(self.pool.plan_shrink())
 
     def _copied(self, checkpoint: Checkpoint, source: int) -> Checkpoint | None:
         """Copy a lane's state to a checkpoint's sequence; None when that is refused."""
@@ -256,8 +264,8 @@ class Keeper:
         return True
 
     def forget(self, conversation: str) -> None:
-        """Give up what the turns of a conversation kept, also what is on its way out."""
-        kept = self.pool.book.of(conversation)
+        """Give up what a conversation alone kept or used, also what is on its way out."""
+        kept = self.pool.plan_forget(conversation)
         self.drop(c for c in kept if c.leases == self.mover.is_moving(c))
 
 

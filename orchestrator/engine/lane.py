@@ -27,7 +27,9 @@ from orchestrator.engine.request import (
     Usage,
 )
 from orchestrator.engine.ticket import Ticket
-from orchestrator.pool.checkpoint import Checkpoint, Stop
+from orchestrator.pool.book import Seed
+from orchestrator.pool.checkpoint import Checkpoint, Kind, Stop, Tier
+from orchestrator.pool.index import common_length
 from orchestrator.pool.placement import serving
 from orchestrator.pool.pool import Admission
 from orchestrator.runtime.protocol import Chunk, Sampler
@@ -99,8 +101,7 @@ class Lane:
         self.parked: Checkpoint | None = None  # its state, while it is preempted
         self.owed: Stop | None = None  # a state to keep before it goes on
         self._seen = 0  # the most of `known` that ever stood in a sequence
-        self._origin = admission.seed  # what it started from at first
-        self._origin_tier = admission.seed.checkpoint.tier if admission.seed else None
+        self._origin: tuple[Kind, Tier] | None = None  # what first spared it some of its prompt
         self._known = array("i")
         self._known.frombytes(ticket.path)
         self._n_context = n_context
@@ -116,6 +117,7 @@ class Lane:
         Stops that others had it keep are gone; they are planted again if they are still wanted.
         """
         self.admission = admission
+        self._tier: Tier | None = admission.seed.checkpoint.tier if admission.seed else None
         self.fed = 0
         self.stops = list(admission.stops)
         self.is_ready = False
@@ -130,9 +132,16 @@ class Lane:
         """Note that the seed stands in the sequence."""
         self.fed = self._start
         self.stops = [stop for stop in self.stops if stop.length > self.fed]
-        self.cached += max(0, self.fed - self._seen)
-        self._seen = max(self._seen, self.fed)
+        if self.fed > self._seen:
+            self.cached += self.fed - self._seen
+            self._seen = self.fed
+            self._note_origin()
         self.is_ready = True
+
+    def _note_origin(self) -> None:
+        seed = self.admission.seed
+        if self._origin is None and seed is not None and self._tier is not None:
+            self._origin = seed.checkpoint.kind, self._tier
 
     # ---- how far it is ------------------------------------------------------------------------
 
@@ -150,6 +159,13 @@ class Lane:
     def known(self) -> bytes:
         """The packed tokens of its prompt and its reply so far."""
         return self._known.tobytes()
+
+    @property
+    def own(self) -> Seed | None:
+        """Its own state while it is preempted, as far as it had come itself."""
+        if self.parked is None:
+            return None
+        return Seed(self.parked, min(common_length(self.parked.path, self.known), self._seen))
 
     @property
     def remaining(self) -> int:
@@ -261,8 +277,8 @@ class Lane:
             completion_tokens=len(self._reply.tokens),
             cached_tokens=self.cached,
             prefilled_tokens=self.prefilled,
-            seeded_from=self._origin.checkpoint.kind if self._origin else None,
-            seeded_tier=self._origin_tier,
+            seeded_from=self._origin[0] if self._origin else None,
+            seeded_tier=self._origin[1] if self._origin else None,
             replayed_tokens=self.replayed,
         )
 

@@ -14,6 +14,7 @@ A client that comes back after a pause starts level with the least served of tho
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -60,9 +61,16 @@ class Shares:
         self._present[client] -= 1
         if not self._present[client]:
             del self._present[client]
-            floor = min((self._served[other] for other in self._present), default=None)
-            if floor is None or self._served[client] <= floor:
-                del self._served[client]  # nothing is remembered that would make no difference
+            self._forget_absent()
+
+    def _forget_absent(self) -> None:
+        """Remember nothing that would make no difference, whoever left and however long ago."""
+        floor = min((self._served[other] for other in self._present), default=math.inf)
+        self._served = {
+            client: served
+            for client, served in self._served.items()
+            if client in self._present or served > floor
+        }
 
     def serve(self, client: str | None, tokens: int) -> None:
         """Note tokens evaluated for a client that is here."""

@@ -157,16 +157,19 @@ class Seats:
     def _are_taken(self) -> bool:
         return len(self.lanes) >= self._options.n_lanes
 
-    def _seat(self, ticket: Ticket) -> bool:
-        """Give a request a lane; False when nothing more can be admitted in this step."""
+    def _seat(self, ticket: Ticket, *, cold: bool = False) -> bool:
+        """Give a request a lane; False when nothing more can be admitted in this step.
+
+        `cold` starts it from nothing, whatever there is.
+        """
         lane = ticket.lane
         if lane is not None:
             self._release_lease(lane)
-        admission = self._keeper.pool.plan_admission(self._claim(ticket))
+        admission = self._keeper.pool.plan_admission(self._claim(ticket, cold=cold))
         if admission is None or not self._keeper.clear_way(admission.evicted):
             if lane is not None:
-                self._lease(lane)
-            return admission is None and self._without_room(ticket)
+                self._hold(lane)  # what left for this may have been its own
+            return admission is None and self._without_room(ticket, cold=cold)
         self.scheduler.remove(ticket)
         if ticket.take():
             self._open(ticket, admission)
@@ -174,7 +177,7 @@ class Seats:
             self.depart(ticket)
         return True
 
-    def _claim(self, ticket: Ticket) -> Claim:
+    def _claim(self, ticket: Ticket, *, cold: bool) -> Claim:
         """Return what a request asks of the pool; beside others also room for its reply."""
         request, lane = ticket.request, ticket.lane
         uses_cache = self.uses_cache(request)
@@ -184,8 +187,9 @@ class Seats:
             base=request.base,
             conversation=lane.admission.conversation if lane else request.conversation,
             reserve=sum(other.outlook for other in self.lanes) + self._reply_outlook(ticket),
-            reuses=uses_cache or lane is not None,
+            reuses=uses_cache and not cold,
             keeps=uses_cache and not request.one_off,
+            own=lane.own if lane and not cold else None,
         )
 
     def _reply_outlook(self, ticket: Ticket) -> int:
@@ -210,6 +214,7 @@ class Seats:
         self.lanes.append(lane)
         if not self._keeper.admit(admission, lambda stands: self._seated(lane, stands)):
             self.lanes.remove(lane)
+            self._hold(lane)
             self._give_back(lane)
         self._seating = None
 
@@ -296,21 +301,33 @@ class Seats:
         """Put a lane's request back into the queue; its state stays, held by a lease."""
         self.lanes.remove(lane)
         lane.owed = None
-        kept = lane.fed if lane.is_ready else 0
         self._keeper.release(lane, "partial", parks=True)
-        seed = self._keeper.pool.book.longest(lane.known) if kept else None
-        lane.parked = seed.checkpoint if seed and seed.length == kept else None
-        self._lease(lane)
+        if lane.is_ready:  # else it is what it was being given
+            seed = self._keeper.pool.book.longest(lane.known)
+            lane.parked = seed.checkpoint if seed and seed.length == lane.fed else None
+        self._hold(lane)
         self._give_back(lane)
         self._counters.preempted += 1
 
-    def _lease(self, lane: Lane) -> None:
-        if lane.parked is not None:
-            lane.parked.leases += 1
+    def _parked(self, lane: Lane) -> Checkpoint | None:
+        """Return the state of a preempted request, None once it is gone.
+
+        A lease keeps it from what makes room, not from being found damaged by somebody else.
+        """
+        if lane.parked not in self._keeper.pool.checkpoints:
+            lane.parked = None
+        return lane.parked
+
+    def _hold(self, lane: Lane) -> None:
+        """Hold on to the state of a preempted request, if it still stands."""
+        parked = self._parked(lane)
+        if parked is not None:
+            parked.leases += 1
 
     def _release_lease(self, lane: Lane) -> None:
-        if lane.parked is not None:
-            lane.parked.leases -= 1
+        parked = self._parked(lane)
+        if parked is not None:
+            parked.leases -= 1
 
     def _discard(self, parked: Checkpoint | None) -> None:
         """Give up a state that was kept for a preempted request alone."""
@@ -322,23 +339,19 @@ class Seats:
     def hold_what_stands(self) -> None:
         """Hold on to the states of parked requests that a loss of all sequences left."""
         for ticket in self.scheduler:
-            lane = ticket.lane
-            if lane is None:
-                continue
-            if lane.parked in self._keeper.pool.checkpoints:
-                self._lease(lane)
-            else:
-                lane.parked = None
+            if ticket.lane is not None:
+                self._hold(ticket.lane)
 
     def free_exported(self) -> None:
         """Give up the states of parked requests in host memory; they read again."""
         for ticket in self.scheduler:
             lane = ticket.lane
-            if lane is not None and lane.parked is not None and lane.parked.sequence is None:
+            parked = self._parked(lane) if lane else None
+            if lane is not None and parked is not None and parked.sequence is None:
                 self._release_lease(lane)
                 lane.parked = None
 
-    def _without_room(self, ticket: Ticket) -> bool:
+    def _without_room(self, ticket: Ticket, *, cold: bool) -> bool:
         """Act where a request finds no room; True when it was refused for good."""
         if self.lanes or self._keeper.mover.is_busy:
             victim = self._victim_for(ticket)
@@ -348,6 +361,8 @@ class Seats:
             return False
         if self._reclaim(ticket):
             return self._seat(ticket)
+        if not cold:  # an import also brings rows that are cut again
+            return self._seat(ticket, cold=True)
         self.leave_queue(ticket)
         ticket.answer(
             PoolFull(
@@ -371,11 +386,10 @@ class Seats:
     def _reclaim(self, besides: Ticket | None = None) -> bool:
         """Take the state of a parked request out of the pool; False when there is none."""
         for ticket in self.scheduler:
-            lane = ticket.lane
-            if ticket is besides or lane is None or lane.parked is None:
-                continue
-            if lane.parked.sequence is not None:
-                self._evacuate(lane, lane.parked)
+            lane = None if ticket is besides else ticket.lane
+            parked = self._parked(lane) if lane else None
+            if lane is not None and parked is not None and parked.sequence is not None:
+                self._evacuate(lane, parked)
                 return True
         return False
 

@@ -77,6 +77,7 @@ class Claim:
     `path` is its packed prompt, `turn` and `base` the lengths where its input and its system block
     end (0: none). `reserve` cells beyond the prompt must be free as well: for the reply, and for
     what running lanes still need. `reuses`: may start from a checkpoint; `keeps`: may leave some.
+    `own` is what a request that may not reuse starts from all the same: its own state, preempted.
     """
 
     path: bytes
@@ -86,6 +87,7 @@ class Claim:
     reserve: int = 0
     reuses: bool = True
     keeps: bool = True
+    own: Seed | None = None
 
     @property
     def length(self) -> int:
@@ -110,6 +112,7 @@ class Admission:
     serial: int
     keeps: bool = True
     turn: Checkpoint | None = None
+    has_turn: bool = True
 
     @property
     def takes_over(self) -> bool:
@@ -133,12 +136,14 @@ class Release:
     """A lane ends. Without a checkpoint its sequence is cleared; a checkpoint takes the sequence
     over, or the lane is copied to the checkpoint's own (or saved, where it has none) and cleared.
 
-    `evicted` are checkpoints that the new one makes pointless, or that make room for it.
+    `evicted` are checkpoints that the new one makes pointless, or that make room for it. `heads`:
+    the next turn will start from it, there being no turn point.
     """
 
     sequence: int
     checkpoint: Checkpoint | None
     evicted: tuple[Checkpoint, ...] = ()
+    heads: bool = False
 
     def with_checkpoint(self, checkpoint: Checkpoint | None) -> Release:
         """Return what was really done, where saving the state came to nothing."""
@@ -185,6 +190,7 @@ class Pool:
         self._free = set(range(n_sequences))
         self._lanes: set[int] = set()
         self._moving: dict[Checkpoint, int] = {}  # bytes reserved for what is on its way out
+        self._arriving: dict[int, int] = {}  # tokens that an import brings to a lane's sequence
         self._serial = 0
 
     # ---- what there is ------------------------------------------------------------------------
@@ -218,7 +224,7 @@ class Pool:
 
     def plan_admission(self, claim: Claim) -> Admission | None:
         """Return how a request gets a lane, None while there is no room for it."""
-        seed = self.book.longest(claim.path) if claim.reuses else None
+        seed = self.book.longest(claim.path) if claim.reuses else claim.own
         room = self._room_for_lane(claim, seed)
         if room is None:
             return None
@@ -231,7 +237,11 @@ class Pool:
         )
         chat = self._chat(claim, seed)
         turn = self._turn_of(claim)
-        return Admission(sequence, seed, evicted, stops, chat, self._serial, claim.keeps, turn)
+        return Admission(
+            *(sequence, seed, evicted, stops, chat, self._serial, claim.keeps),
+            turn=turn,
+            has_turn=claim.turn > 0,
+        )
 
     def admitted(self, admission: Admission) -> None:
         """Note that an admission was carried out; its evicted checkpoints are gone already."""
@@ -244,8 +254,14 @@ class Pool:
             admission.turn.users.add(admission.conversation)
         if admission.takes_over and seed is not None:
             self.drop(seed.checkpoint)
+        if seed is not None and seed.checkpoint.sequence is None:
+            self._arriving[admission.sequence] = seed.checkpoint.length
         self._free.remove(admission.sequence)
         self._lanes.add(admission.sequence)
+
+    def arrived(self, admission: Admission) -> None:
+        """Note that an import is over: the lane holds its seed, or nothing."""
+        self._arriving.pop(admission.sequence, None)
 
     def _turn_of(self, claim: Claim) -> Checkpoint | None:
         """Return the checkpoint that the next turn of a claim's chat will start from."""
@@ -289,27 +305,34 @@ class Pool:
         sequence = admission.sequence
         if kind is None or not admission.keeps or not path or self.book.serves(path):
             return Release(sequence, None)
-        pointless = tuple(c for c in self.book.within(path) if self._divisible and not c.leases)
+        pointless = [c for c in self.book.within(path) if self._divisible and not c.leases]
+        named = isinstance(admission.conversation, str)  # else it may well be the only request
+        heads = kind == "reply" and named and not admission.has_turn
+        if heads:
+            pointless += [c for c in self._overflow(admission) if c not in pointless]
         if not self._resident:
             keep = self._keep_exported(admission, path, kind, pointless)
-            return (
-                Release(sequence, keep.checkpoint, keep.evicted)
-                if keep
-                else Release(sequence, None)
-            )
+            if keep is None:
+                return Release(sequence, None)
+            return Release(sequence, keep.checkpoint, keep.evicted, heads)
         checkpoint = self._checkpoint(self._spare_for(sequence), path, kind, admission)
-        return Release(sequence, checkpoint, pointless)
+        return Release(sequence, checkpoint, tuple(pointless), heads)
 
     def released(self, release: Release) -> None:
         """Note that a lane ended."""
         self._lanes.remove(release.sequence)
+        self._arriving.pop(release.sequence, None)
         checkpoint = release.checkpoint
         if checkpoint is None or checkpoint.sequence != release.sequence:
             self._free.add(release.sequence)
         if checkpoint is not None:
             if checkpoint.sequence != release.sequence and checkpoint.sequence is not None:
                 self._free.remove(checkpoint.sequence)
+            for pointless in release.evicted if self._divisible else ():
+                checkpoint.users |= pointless.users  # whoever went on from it goes on from this
             self._enter(checkpoint)
+            if release.heads:
+                self.book.supersede(checkpoint)
 
     def _keep_exported(
         self, admission: Admission, path: bytes, kind: Kind, leaving: Sequence[Checkpoint]
@@ -418,6 +441,19 @@ class Pool:
         if checkpoint.sequence is not None:
             self._free.add(checkpoint.sequence)
 
+    def branch(self, conversation: Conversation, other: Conversation) -> None:
+        """Note that another chat goes on from where a conversation stands."""
+        for checkpoint in self.book.of(conversation):
+            if not checkpoint.is_superseded:
+                checkpoint.users.add(other)
+
+    def plan_forget(self, conversation: Conversation) -> tuple[Checkpoint, ...]:
+        """Return what nobody needs once a conversation is over; it is no user of the rest."""
+        used = [c for c in self.checkpoints if conversation in c.users]
+        for checkpoint in used:
+            checkpoint.users.discard(conversation)
+        return tuple(c for c in used if not c.users)
+
     def lose(self) -> tuple[Checkpoint, ...]:
         """Note that every sequence was emptied; return what is gone. Host memory stays."""
         lost = tuple(self.book.resident())
@@ -425,6 +461,7 @@ class Pool:
             self.drop(checkpoint)
         self._free |= self._lanes
         self._lanes.clear()
+        self._arriving.clear()
         for checkpoint in self.checkpoints:
             checkpoint.leases = 0
         return lost
@@ -460,15 +497,16 @@ class Pool:
         """Return the victims, besides those `leaving` anyway, that make the room asked for.
 
         Within the resident budget if that can be; else all that can leave does, so that the
-        budget is passed by lanes alone.
+        budget is passed by lanes alone. Cells that imports have yet to fill are taken already.
         """
         n_most = None if self._ledger.free is None else self.budgets.resident_cells
+        due = sum(n - self._ledger.length(lane) for lane, n in self._arriving.items())
 
         def enough(victims: Sequence[Checkpoint], within: int | None = n_most) -> bool:
             gone = [c.sequence for c in (*leaving, *victims) if c.sequence is not None]
             if len(self._free) + len(gone) < sequences:
                 return False
-            more = cells - self._ledger.freed_by(gone)
+            more = cells + due - self._ledger.freed_by(gone)
             return self._ledger.fits(more) and (
                 within is None or self._ledger.used + more <= within
             )

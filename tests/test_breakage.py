@@ -1,0 +1,220 @@
+"""What broke once under attack: odd timings, pools too small, states found damaged, wrong calls."""
+
+from __future__ import annotations
+
+import pytest
+from simulation import KINDS, Simulation, cold, request
+
+from orchestrator.engine.core import Options
+from orchestrator.engine.request import Event, Finished, Outcome, Request, Usage
+from orchestrator.engine.scheduler import Shares
+from orchestrator.engine.ticket import Ticket
+from orchestrator.errors import DecodeFailed, OrchestratorError, PoolFull, StateRefused
+from orchestrator.pool.pool import Budgets
+from orchestrator.runtime.protocol import MemoryKind
+
+MEMORY = Budgets(exported_bytes=1 << 30)
+DAMAGED = StateRefused("checksum", "damaged in a test")
+
+
+class Asked:
+    """A request in the simulation, and what came of it."""
+
+    def __init__(self, simulation: Simulation, wanted: Request) -> None:
+        self.events: list[Event | OrchestratorError] = []
+        self.ticket: Ticket = simulation.core.submit(wanted, self.events.append)
+
+    @property
+    def outcome(self) -> Outcome:
+        last = self.events[-1]
+        assert isinstance(last, Finished), last
+        return last.outcome
+
+    @property
+    def usage(self) -> Usage:
+        return self.outcome.usage
+
+
+def steps(simulation: Simulation, count: int) -> None:
+    """Take steps, with every invariant checked after each."""
+    for _ in range(count):
+        simulation.core.step()
+        simulation.check()
+
+
+# ---- shares of clients --------------------------------------------------------------------------
+
+
+def test_a_client_that_is_gone_is_forgotten_however_much_it_was_served() -> None:
+    shares = Shares()
+    shares.arrive("waits")
+    for number in range(100):
+        shares.arrive(f"client {number}")
+        shares.serve(f"client {number}", 50)
+        shares.leave(f"client {number}")
+    shares.serve("waits", 50)
+    shares.leave("waits")
+    shares.arrive("client 7")
+    assert shares.of("client 7") == 0, "a debt outlived everybody it was owed to"
+    assert len(shares._served) == 1
+
+
+# ---- what a report says -------------------------------------------------------------------------
+
+
+def test_a_request_whose_import_was_refused_says_that_it_started_cold() -> None:
+    simulation = Simulation(n_sequences=1, options=Options(budgets=MEMORY))
+    simulation.ask(request("a" * 40 + "<a>", turn=40, max_tokens=1))
+    simulation.ask(request("b" * 40, max_tokens=1))
+    simulation.runtime.fails_next_restore = DAMAGED
+    usage = simulation.ask(request("a" * 40 + "<u>", max_tokens=1)).usage
+    assert (usage.cached_tokens, usage.seeded_from, usage.seeded_tier) == (0, None, None)
+
+
+def test_a_preempted_request_that_goes_on_from_anothers_state_says_from_which() -> None:
+    simulation = Simulation(
+        n_sequences=6, n_batch=10, options=Options(n_lanes=1, budgets=Budgets(history=9))
+    )
+    slow = Asked(simulation, request("p" * 80, priority="background", max_tokens=1))
+    steps(simulation, 2)
+    fast = Asked(simulation, request("p" * 60, priority="interactive", max_tokens=1))
+    simulation.run()
+    assert fast.usage.seeded_from == "partial"
+    assert slow.usage.cached_tokens > 0
+    assert slow.usage.seeded_from is not None
+
+
+@pytest.mark.parametrize("memory", KINDS)
+def test_a_preempted_request_without_the_cache_goes_on_from_its_own_state_alone(
+    memory: MemoryKind,
+) -> None:
+    simulation = Simulation(memory, n_sequences=6, n_batch=10)
+    plain = Asked(
+        simulation, request("p" * 80, priority="background", use_cache=False, max_tokens=4)
+    )
+    steps(simulation, 2)
+    Asked(simulation, request("p" * 60, priority="interactive", max_tokens=1))
+    simulation.run()
+    assert simulation.core.counters.preempted == 1
+    assert (plain.usage.cached_tokens, plain.usage.prefilled_tokens) == (0, 80)
+    assert plain.usage.seeded_from is None
+
+
+# ---- too little room, and states that turn out to be damaged ------------------------------------
+
+
+def test_a_prompt_that_fits_is_read_where_what_it_would_start_from_does_not() -> None:
+    simulation = Simulation(
+        "attention", n_context=40, n_sequences=1, options=Options(budgets=MEMORY)
+    )
+    simulation.ask(request("a" * 20 + "b" * 19, max_tokens=1))
+    simulation.ask(request("x" * 39, max_tokens=1))  # the first one is in host memory now
+    wanted = request("a" * 20 + "c" * 5, max_tokens=3)
+    assert simulation.ask(wanted).tokens == cold(wanted, "attention").tokens
+
+
+def _preempted(simulation: Simulation) -> Asked:
+    """Return a background request of 80 tokens that is preempted after 20, by one that runs."""
+    slow = Asked(simulation, request("p" * 80, priority="background", max_tokens=4))
+    steps(simulation, 2)
+    Asked(simulation, request("q" * 30, priority="interactive", one_off=True, max_tokens=3))
+    steps(simulation, 1)
+    assert simulation.core.counters.preempted == 1
+    return slow
+
+
+def test_a_preempted_request_outlives_that_another_finds_its_state_damaged() -> None:
+    simulation = Simulation(n_sequences=6, n_batch=10, options=Options(n_lanes=1, budgets=MEMORY))
+    slow = _preempted(simulation)
+    other = Asked(simulation, request("p" * 70, priority="interactive", one_off=True, max_tokens=3))
+    Asked(simulation, request("z" * 90, priority="interactive", one_off=True, max_tokens=3))
+    while simulation.core.counters.refused_checkpoints == 0:
+        simulation.runtime.fails_next_copy = DAMAGED
+        steps(simulation, 1)
+    simulation.runtime.fails_next_copy = None
+    steps(simulation, 2)
+    simulation.runtime.fails_next = PoolFull("no cell is free, in a test")
+    simulation.run()
+    assert other.outcome.tokens == cold(request("p" * 70, max_tokens=3)).tokens
+    assert slow.outcome.tokens == cold(request("p" * 80, max_tokens=4)).tokens
+
+
+def _refuse_rows(*arguments: object) -> None:
+    raise DAMAGED
+
+
+def test_two_that_import_one_damaged_state_both_read_their_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = Simulation(n_sequences=4, options=Options(n_lanes=2, budgets=MEMORY))
+    simulation.ask(request("a" * 200 + "<a>", turn=200, max_tokens=1))
+    keeper = simulation.core._keeper
+    keeper.clear_now(list(keeper.pool.book.resident()))
+    monkeypatch.setattr(simulation.runtime, "restore_rows", _refuse_rows)
+    both = [
+        Asked(simulation, request("a" * 200 + end, max_tokens=3)) for end in ("<u>one", "<u>two")
+    ]
+    simulation.run()
+    assert simulation.core.counters.refused_checkpoints == 2
+    for asked in both:
+        assert asked.outcome.tokens == cold(asked.ticket.request).tokens
+
+
+def test_a_budget_shrinks_also_under_a_state_whose_import_is_given_up() -> None:
+    simulation = Simulation(n_sequences=1, options=Options(budgets=MEMORY))
+    simulation.core._keeper.mover._slice = 16
+    simulation.ask(request("a" * 200 + "<a>", turn=200, max_tokens=1))
+    simulation.ask(request("x" * 100, max_tokens=1))
+    asked = Asked(simulation, request("a" * 200 + "<u>", max_tokens=3))
+    while not simulation.core._seats.lanes:
+        simulation.core._keeper.mover.advance()
+        simulation.core._seats.admit()
+    simulation.core.resize(Budgets())
+    simulation.check()
+    asked.ticket.cancel()
+    simulation.core._reap()
+    simulation.check()
+    assert simulation.core.occupancy().exported_bytes == 0
+
+
+def test_a_request_that_keeps_nothing_leaves_nothing_when_its_state_was_on_its_way_back() -> None:
+    simulation = Simulation(n_batch=10, options=Options(budgets=MEMORY))
+    slow = Asked(simulation, request("p" * 80, priority="background", one_off=True))
+    steps(simulation, 4)
+    seats = simulation.core._seats
+    seats._give_way(seats.lanes[0])
+    assert simulation.core.occupancy().exported == {"partial": 1}
+    seats.admit()
+    assert not seats.lanes[0].is_ready
+    seats._park(seats.lanes[0])
+    simulation.check()
+    slow.ticket.cancel()
+    simulation.run()
+    assert not simulation.core.occupancy().checkpoints
+
+
+def test_the_cells_that_an_import_has_yet_to_fill_are_promised_to_nobody_else() -> None:
+    simulation = Simulation(n_context=400, options=Options(n_lanes=2, budgets=MEMORY))
+    simulation.ask(request("a" * 200 + "<a>", turn=200, max_tokens=1))
+    keeper = simulation.core._keeper
+    keeper.clear_now(list(keeper.pool.book.resident()))
+    asked = Asked(simulation, request("a" * 200 + "<u>", max_tokens=3))
+    simulation.core._seats.admit()
+    assert not simulation.core._seats.lanes[0].is_ready
+    assert keeper.pool.plan_room(250) is None
+    simulation.run()
+    assert asked.usage.cached_tokens == 200
+    assert keeper.pool.plan_room(400) is not None
+
+
+def test_no_state_in_host_memory_outlasts_its_budget_when_all_sequences_are_lost() -> None:
+    simulation = Simulation(options=Options(budgets=MEMORY))
+    simulation.ask(request("a" * 200 + "<a>", turn=200, max_tokens=1))
+    keeper = simulation.core._keeper
+    keeper.clear_now(list(keeper.pool.book.resident()))
+    Asked(simulation, request("a" * 200 + "<u>", max_tokens=3))
+    simulation.core._seats.admit()
+    simulation.core.resize(Budgets())
+    simulation.core.fail_all(DecodeFailed("lost in a test"))
+    simulation.check()
+    assert simulation.core.occupancy().exported_bytes == 0
