@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +32,23 @@ def path_of(model: str) -> Path:
     return tiny_models.build(architecture, quantised or None)
 
 
+def as_shipped(architecture: str, kind: int) -> Path:
+    """Return a tiny model as llama.cpp quantises it (`kind` is a llama_ftype), built if need be.
+
+    Unlike `path_of` it leaves in F32 what models are really shipped with, such as routers.
+    """
+    plain = tiny_models.build(architecture)
+    path = plain.with_name(f"{architecture}-shipped-{kind}.gguf")
+    if not path.exists():
+        parameters = llama_cpp.llama_model_quantize_default_params()
+        parameters.ftype = kind
+        draft = path.with_suffix(f".{os.getpid()}")
+        if llama_cpp.llama_model_quantize(bytes(plain), bytes(draft), parameters):
+            raise RuntimeError(f"llama.cpp did not quantise {plain}")
+        draft.replace(path)
+    return path
+
+
 @contextmanager
 def open_runtime(model: str, **settings: Any) -> Iterator[LlamaRuntime]:
     """Open a model's runtime with small sizes and close it in the end."""
@@ -43,10 +61,10 @@ def open_runtime(model: str, **settings: Any) -> Iterator[LlamaRuntime]:
 
 
 @contextmanager
-def open_exact(model: str, **settings: Any) -> Iterator[LlamaRuntime]:
+def open_exact(model: str | Path, **settings: Any) -> Iterator[LlamaRuntime]:
     """Open a model's runtime so that replies are exact, as the engine would; one thread."""
     sizes = {"n_context": 512, "n_sequences": 8, "threads": 1, **settings}
-    path = path_of(model)
+    path = model if isinstance(model, Path) else path_of(model)
     runtime = open_llama(path, replace(exacted(inspect(path), Settings(**sizes)), **settings))
     try:
         yield runtime

@@ -13,11 +13,12 @@ changes them, and what is done about it when a model is opened `exact`:
     the pool    sums follow the order of the cells: each sequence has cells of its own, in order
 
 Which passes a model needs follows from its architecture, its weights and the machine, so it is
-tried when it is opened (`find_passes`): a text is read in one piece and in several ways, and the
-logits and every byte of the state must be the same. Three things come out:
+tried when it is opened (`find_passes`): a text is read in one piece and in several ways, and every
+matrix product, the logits and every byte of the state must be the same. Three things come out:
 
     1 to 63   any pass will do: most quantised models
-    2 to 63   a token must not be alone in its pass: F32 and F16 weights, F32 routers of experts.
+    2 to 63   a token must not be alone in its pass: F32 and F16 weights, also among quantised ones
+              (the routers of experts, RWKV).
               Where one would be, a *pad* is evaluated beside it in a neighbouring sequence and
               taken away again
     1 to 1    nothing else agrees: every token has its pass and every sequence its call, so prompts
@@ -41,6 +42,7 @@ from orchestrator.errors import BackendError, DecodeFailed, InvalidArgument, Poo
 from orchestrator.runtime import library
 from orchestrator.runtime.batch import BatchBuffer
 from orchestrator.runtime.library import api
+from orchestrator.runtime.products import Digests, Products
 from orchestrator.runtime.protocol import Chunk, MemoryKind
 
 N_PASS_MOST = 63
@@ -80,42 +82,56 @@ def pass_size(n_batch: int, n_sequences: int) -> int:
 
 # ---- which passes a model needs ------------------------------------------------------------------
 
-_LENGTH = 40  # beyond every number of tokens at which kernels are known to change below 64
-_CUTS = (3, 1, 1, 2, _LENGTH - 8, 1)
+N_TRIED = 34
+"""Tokens of the text, more than any number below 64 at which kernels are known to change."""
+
+_CUTS = (2, 1, 1, N_TRIED - 5, 1)
 _BUSY, _PAD, _HELD = 0, 1, 2  # sequences; the first keeps the first cell busy
 
 
-def find_passes(context: Any, n_vocab: int, *, may_be_alone: bool) -> Passes:
+def find_passes(context: Any, products: Products, n_vocab: int, *, may_be_alone: bool) -> Passes:
     """Return the passes under which a model gives the same bits; empties the context before.
 
-    The context must hold three sequences, `_LENGTH` tokens each, and pass `N_PASS_MOST` at once.
-    `may_be_alone` False: a token alone in its pass is known to be computed in another way.
+    The context holds three sequences of `N_TRIED` tokens each, takes so many in a pass and as
+    outputs, and lets `products` look on. `may_be_alone` False: a token alone in its pass is known
+    to be computed in another way.
     """
-    reader = _Reader(context, n_vocab)
+    reader = _Reader(context, products, n_vocab)
     reader.read(_BUSY, (2,), PAIRED)
-    whole = reader.read(_HELD, (_LENGTH,), PAIRED)
+    whole = reader.read(_HELD, (N_TRIED,), PAIRED)
     for passes in (ANY, PAIRED) if may_be_alone else (PAIRED,):
         if reader.read(_HELD, _CUTS, passes) == whole:
             return passes
     return SINGLE
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What came of a text: each product for each token, the last logits, the state."""
+
+    products: dict[int, list[int]]
+    logits: bytes
+    state: bytes
+
+
 class _Reader:
     """Reads one text in any cutting and tells what came of it."""
 
-    def __init__(self, context: Any, n_vocab: int) -> None:
+    def __init__(self, context: Any, products: Products, n_vocab: int) -> None:
         self._context = context
+        self._products = products
         self._n_vocab = n_vocab
-        self._buffer = BatchBuffer(_LENGTH)
-        self._text = tuple((place * 7919 + 31) % n_vocab for place in range(_LENGTH))
+        self._buffer = BatchBuffer(N_TRIED)
+        self._text = tuple((place * 7919 + 31) % n_vocab for place in range(N_TRIED))
         api.llama_memory_clear(api.llama_get_memory(context), True)
 
-    def read(self, sequence: int, cuts: Sequence[int], passes: Passes) -> bytes:
-        """Return the last logits and the state as bytes. A lone token has a pad beside it: always,
-        or every other time where it may be alone.
+    def read(self, sequence: int, cuts: Sequence[int], passes: Passes) -> _Reading:
+        """Read the text anew. A lone token has a pad beside it: always, or every other time where
+        it may be alone.
         """
         for emptied in (_PAD, sequence):
             _remove(self._context, emptied, 0)
+        products: dict[int, list[int]] = {}
         start = pads = lone = 0
         for count in cuts:
             part = self._text[start : start + count]
@@ -124,16 +140,24 @@ class _Reader:
             if count == 1 and (passes.least > 1 or lone % 2 == 0):
                 chunks.insert(0, Chunk(_PAD, pads, self._text[:1], wants_logits=True))
                 pads += 1
-            logits = self._evaluate(chunks, passes.least)
+            digests, logits = self._evaluate(chunks)
+            for place, tokens in enumerate(digests):
+                products.setdefault(place, []).extend(tokens)
             start += count
-        return logits + _saved(self._context, sequence, _WHOLE).tobytes()
+        state = _saved(self._context, sequence, _WHOLE)
+        return _Reading(products, logits, state.tobytes())
 
-    def _evaluate(self, chunks: list[Chunk], n_last: int) -> bytes:
-        batch, outputs = self._buffer.fill(chunks, n_last)
-        if api.llama_decode(self._context, batch):
+    def _evaluate(self, chunks: list[Chunk]) -> tuple[Digests, bytes]:
+        """Return what came of the last chunk; all its tokens are outputs, to be compared."""
+        n_own = len(chunks[-1].tokens)
+        batch, outputs = self._buffer.fill(chunks, n_own)
+        self._products.begin(batch.n_tokens, n_own)
+        code = api.llama_decode(self._context, batch)
+        digests = self._products.end()
+        if code:
             raise BackendError(f"the model cannot evaluate a text: {library.last_complaint()}")
         row = api.llama_get_logits_ith(self._context, outputs[-1])
-        return np.ctypeslib.as_array(row, (self._n_vocab,)).tobytes()
+        return digests, np.ctypeslib.as_array(row, (self._n_vocab,)).tobytes()
 
 
 # ---- pads ----------------------------------------------------------------------------------------

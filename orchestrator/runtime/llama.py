@@ -52,6 +52,7 @@ from orchestrator.runtime.checks import (
 )
 from orchestrator.runtime.exact import (
     N_PASS_MOST,
+    N_TRIED,
     SINGLE,
     ExactEvaluation,
     Passes,
@@ -62,6 +63,7 @@ from orchestrator.runtime.exact import (
 from orchestrator.runtime.library import api
 from orchestrator.runtime.llama_grammar import grammar_of
 from orchestrator.runtime.llama_sampler import LlamaSampler
+from orchestrator.runtime.products import Products
 from orchestrator.runtime.protocol import Chunk, Limits, MemoryKind, Model, Sampling
 from orchestrator.runtime.sampling import check_bias
 from orchestrator.runtime.sequences import N_SEQUENCES_MOST, moves_slices, sequence_memory
@@ -196,7 +198,14 @@ def _memory_kind(model: Any) -> MemoryKind:
     return "windowed" if api.llama_model_n_swa(model) > 0 else "attention"
 
 
-def _new_context(model: Any, settings: Settings, n_context: int, n_sequences: int) -> Any:
+def _new_context(
+    model: Any,
+    settings: Settings,
+    n_context: int,
+    n_sequences: int,
+    products: Products | None = None,
+) -> Any:
+    """Return a new context, at which `products` look on as long as they live."""
     threads = settings.threads or n_cores()
     n_batch = settings.n_batch or _fit_batch(model, settings, threads)
     parameters = api.llama_context_default_params()
@@ -214,6 +223,9 @@ def _new_context(model: Any, settings: Settings, n_context: int, n_sequences: in
     parameters.kv_unified = not settings.exact
     parameters.op_offload = not settings.exact
     parameters.swa_full = True
+    if products is not None:
+        parameters.cb_eval = products.callback
+        parameters.n_outputs_max = parameters.n_batch
     context = api.llama_init_from_model(model, parameters)
     if not context:
         raise BackendError(
@@ -261,8 +273,7 @@ class _Measures:
 def _measure(model: Any, settings: Settings, memory: MemoryKind) -> _Measures:
     """Evaluate two tokens and ask llama.cpp what a sequence takes after each; try what it can."""
     alone = settings.n_sequences == 1 and not settings.exact
-    whole = replace(settings, n_batch=N_PASS_MOST) if settings.exact else settings
-    context = _new_context(model, whole, _CELL_STEP, 1 if alone else joint.N_SEQUENCES)
+    context = _new_context(model, settings, _CELL_STEP, 1 if alone else joint.N_SEQUENCES)
     buffer = BatchBuffer(1)
     sizes = []
     try:
@@ -275,23 +286,28 @@ def _measure(model: Any, settings: Settings, memory: MemoryKind) -> _Measures:
         n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         n_joint = 1 if alone or not joint.evaluates_jointly(context, n_vocab) else 0
         sliced = moves_slices(context, memory)
-        passes = _passes(context, n_vocab, settings, memory, n_joint) if settings.exact else None
     finally:
         api.llama_free(context)
     held = state if memory in ("hybrid", "recurrent") else 0
+    passes = None
+    if settings.exact:
+        passes = SINGLE if n_joint == 1 else _try_passes(model, settings, memory, n_vocab)
     if passes == SINGLE:
         n_joint = 1  # see `ExactEvaluation`
     return _Measures(held, sizes[1] - sizes[0], n_joint, sliced, passes)
 
 
-def _passes(
-    context: Any, n_vocab: int, settings: Settings, memory: MemoryKind, n_joint: int
-) -> Passes:
-    """Return the passes that exact evaluation needs."""
-    if n_joint == 1:
-        return SINGLE
+def _try_passes(model: Any, settings: Settings, memory: MemoryKind, n_vocab: int) -> Passes:
+    """Return the passes that exact evaluation needs, found out in a context of its own."""
+    products = Products()
+    wide = replace(settings, n_batch=N_PASS_MOST)
+    context = _new_context(model, wide, N_TRIED, joint.N_SEQUENCES, products)
     split = settings.type_k == settings.type_v and settings.type_k in _SPLIT_TYPES
-    return find_passes(context, n_vocab, may_be_alone=memory == "recurrent" or not split)
+    may_be_alone = memory == "recurrent" or not split
+    try:
+        return find_passes(context, products, n_vocab, may_be_alone=may_be_alone)
+    finally:
+        api.llama_free(context)
 
 
 def _fit_sequences(measures: _Measures, settings: Settings) -> int:
