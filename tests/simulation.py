@@ -137,7 +137,7 @@ def check_chats(core: Core) -> None:
         assert checkpoint.leases == holders.count(checkpoint)
     for conversation, turn in keeper.pool.book.latest.items():
         assert turn in keeper.pool.checkpoints
-        assert turn.kind == "turn"
+        assert turn.kind in ("turn", "reply")
         assert turn.conversation == conversation
         assert not turn.is_superseded
 

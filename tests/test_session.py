@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from real import open_engine
+from simulation import KINDS
 
 from orchestrator.engine.core import Options
 from orchestrator.engine.engine import Engine
@@ -869,3 +870,22 @@ def test_sessions_on_a_tiny_model_are_warm_and_as_cold() -> None:
 
 def conversation(engine: Engine) -> Session:
     return engine.create_session(system=SYSTEM, sampling=GREEDY)
+
+
+@pytest.mark.parametrize("memory", KINDS)
+def test_a_branch_stays_warm_though_the_original_goes_on_first_and_is_closed(
+    memory: MemoryKind,
+) -> None:
+    with Engine.over(lambda: SimulatedRuntime(LIMITS, memory=memory)) as engine:
+        session = engine.create_session(sampling=GREEDY)
+        session.append(tuple(range(40, 100)))
+        session.generate(max_tokens=8).outcome()
+        branch = session.fork()
+        length = branch.inspect().length
+        session.append((50, 51, 52))
+        session.generate(max_tokens=8).outcome()
+        session.close()
+        branch.append((60, 61, 62))
+        assert branch.generate(max_tokens=8).outcome().usage.cached_tokens >= length - 1
+        branch.close()
+        assert not engine.stats().checkpoints

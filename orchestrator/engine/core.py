@@ -125,6 +125,10 @@ class Core:
         seed = self._keeper.pool.book.longest(path)
         return seed.length if seed else 0
 
+    def branch(self, conversation: str, other: str) -> None:
+        """Let another conversation go on from where one stands, whatever that one does next."""
+        self._keeper.pool.branch(conversation, other)
+
     def forget(self, conversation: str) -> None:
         """Give up every checkpoint of a conversation, except what a running request needs.
 

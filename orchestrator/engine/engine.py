@@ -307,8 +307,12 @@ class Engine:
         return stream
 
     def forget(self, conversation: str) -> None:
-        """Give up every checkpoint that turns of a conversation kept."""
+        """Give up every checkpoint that a conversation alone kept or used."""
         self._worker.call(lambda core: core.forget(conversation))
+
+    def branch(self, conversation: str, other: str) -> None:
+        """Let another conversation go on from where one stands, whatever that one does next."""
+        self._worker.post(lambda core: core.branch(conversation, other))
 
     def unknown_arguments(self, arguments: TemplateArguments) -> list[str]:
         """Return the names in `arguments` that the chat template never reads."""

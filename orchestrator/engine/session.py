@@ -219,9 +219,9 @@ class Session:
     def fork(self, *, events: int | None = None, name: str | None = None) -> Session:
         """Return a branch that shares what was said, without evaluating anything.
 
-        It starts from what the engine still keeps of that; once the original has gone on, this
-        lies in the engine's `history`. `events`: only the first so many, to take back what came
-        after; a reply on its way is not among them. Raises `InvalidArgument`.
+        What the engine keeps of that now it keeps for the branch as well, also when the original
+        goes on first. `events`: only the first so many, to take back what came
+        after; a reply on its way is not among them. Raises `InvalidArgument`, `EngineClosed`.
         """
         with self._lock:
             script = self._settled()
@@ -230,7 +230,9 @@ class Session:
             if not (isinstance(events, int) and 0 <= events <= held):
                 raise InvalidArgument(f"events is {events!r}, must lie in 0 to {held}")
             script = None if script is None else script.first(events)
-        return Session(self._engine, self._settings, script, name)
+        branch = Session(self._engine, self._settings, script, name)
+        self._engine.branch(self._conversation, branch._conversation)
+        return branch
 
     def inspect(self) -> SessionView:
         """Return what the session holds now.
