@@ -6,12 +6,20 @@ import pytest
 from simulation import KINDS, Simulation, cold, request
 
 from orchestrator.engine.core import Options
+from orchestrator.engine.engine import Engine
 from orchestrator.engine.request import Event, Finished, Outcome, Request, Usage
 from orchestrator.engine.scheduler import Shares
 from orchestrator.engine.ticket import Ticket
-from orchestrator.errors import DecodeFailed, OrchestratorError, PoolFull, StateRefused
+from orchestrator.errors import (
+    DecodeFailed,
+    InvalidArgument,
+    OrchestratorError,
+    PoolFull,
+    StateRefused,
+)
 from orchestrator.pool.pool import Budgets
-from orchestrator.runtime.protocol import MemoryKind
+from orchestrator.runtime.protocol import Limits, MemoryKind
+from orchestrator.runtime.simulated import SimulatedRuntime
 
 MEMORY = Budgets(exported_bytes=1 << 30)
 DAMAGED = StateRefused("checksum", "damaged in a test")
@@ -218,3 +226,60 @@ def test_no_state_in_host_memory_outlasts_its_budget_when_all_sequences_are_lost
     simulation.core.fail_all(DecodeFailed("lost in a test"))
     simulation.check()
     assert simulation.core.occupancy().exported_bytes == 0
+
+
+# ---- many waiting, and those who listen ---------------------------------------------------------
+
+
+def test_what_waiting_requests_share_is_remembered_only_while_a_lane_runs() -> None:
+    simulation = Simulation(options=Options(n_lanes=2))
+    waiting = [
+        Asked(simulation, request("s" * 100 + chr(65 + number), max_tokens=1))
+        for number in range(40)
+    ]
+    steps(simulation, 3)
+    lanes = simulation.core._seats.lanes
+    assert any(len(lane.shared) > 30 for lane in lanes)
+    simulation.run()
+    assert all(asked.usage.cached_tokens == 100 for asked in waiting[1:])
+    assert not hasattr(waiting[0].ticket, "shared")
+
+
+def test_a_stream_whose_watcher_raises_still_ends_and_so_do_the_others() -> None:
+    with _engine() as engine:
+        streams = [engine.complete("x" * 40, max_tokens=2000) for _ in range(3)]
+        streams[0].on_end(_raise)
+        streams[1].divert(_raise)
+        for stream in streams[:2]:
+            stream.cancel()
+        assert streams[0].outcome().finish_reason == "cancelled"
+        streams[2].cancel()
+        assert streams[2].outcome().finish_reason == "cancelled"
+        assert engine.stats().counters.recoveries == 0
+
+
+def test_the_engine_says_so_where_its_own_thread_would_wait_for_itself() -> None:
+    with _engine() as engine:
+        errors: list[Exception] = []
+
+        def look(last: object) -> None:
+            try:
+                engine.stats()
+            except InvalidArgument as error:
+                errors.append(error)
+
+        stream = engine.complete("x" * 40, max_tokens=2000)
+        next(stream)
+        stream.on_end(look)
+        stream.cancel()
+        assert stream.outcome().finish_reason == "cancelled"
+        assert "own thread" in str(errors[0])
+
+
+def _engine() -> Engine:
+    limits = Limits(4, 4096, 4096, 64, 1000, 10)
+    return Engine.over(lambda: SimulatedRuntime(limits), options=Options(n_lanes=3))
+
+
+def _raise(event: object) -> None:
+    raise RuntimeError("raised by a listener, in a test")

@@ -100,6 +100,7 @@ class Lane:
         self.cached = self.prefilled = self.replayed = 0
         self.parked: Checkpoint | None = None  # its state, while it is preempted
         self.owed: Stop | None = None  # a state to keep before it goes on
+        self.shared: dict[int, int] = {}  # number of a waiting ticket -> tokens in common
         self._seen = 0  # the most of `known` that ever stood in a sequence
         self._origin: tuple[Kind, Tier] | None = None  # what first spared it some of its prompt
         self._known = array("i")

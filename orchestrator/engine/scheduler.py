@@ -88,6 +88,7 @@ class Scheduler:
         self._patience = patience
         self._tickets: dict[Ticket, None] = {}
         self._places = threading.Lock()
+        self._n_urgent = 0  # interactive ones
         self._n_taken = 0  # places in the queue, also of what is still on its way to it
         self.shares = Shares()
 
@@ -96,6 +97,11 @@ class Scheduler:
 
     def __iter__(self) -> Iterator[Ticket]:
         return iter(list(self._tickets))
+
+    @property
+    def any_urgent(self) -> bool:
+        """Whether an interactive request waits."""
+        return self._n_urgent > 0
 
     def reserve(self, retry_after: Callable[[], float]) -> None:
         """Take a place in the queue; raises `Busy` when there is none."""
@@ -110,7 +116,7 @@ class Scheduler:
         """Queue a ticket whose place was reserved."""
         ticket.patience = self._patience.prefix_steps
         ticket.queued = ticket.submitted
-        self._tickets[ticket] = None
+        self._enter(ticket)
         self.shares.arrive(ticket.request.client)
 
     def put_back(self, ticket: Ticket) -> None:
@@ -118,11 +124,16 @@ class Scheduler:
         with self._places:
             self._n_taken += 1
         ticket.queued = ticket.clock()
+        self._enter(ticket)
+
+    def _enter(self, ticket: Ticket) -> None:
         self._tickets[ticket] = None
+        self._n_urgent += ticket.rank == 0
 
     def remove(self, ticket: Ticket) -> None:
         """Take a ticket out of the queue."""
         del self._tickets[ticket]
+        self._n_urgent -= ticket.rank == 0
         ticket.seated = ticket.clock()
         ticket.waited += self._since_queued(ticket, ticket.seated)
         ticket.queued = None

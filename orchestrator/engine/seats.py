@@ -267,7 +267,8 @@ class Seats:
 
     @property
     def _any_makes_way(self) -> bool:
-        return any(lane.ticket.rank == 2 for lane in self.lanes)
+        """Whether a lane might be taken over."""
+        return self.scheduler.any_urgent and any(lane.ticket.rank == 2 for lane in self.lanes)
 
     def _victim_for(self, ticket: Ticket) -> Lane | None:
         """Return the background lane that makes way for an interactive request, if one does."""

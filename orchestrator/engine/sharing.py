@@ -15,6 +15,8 @@ from orchestrator.engine.ticket import Ticket
 from orchestrator.pool.index import common_length
 from orchestrator.pool.placement import BLOCK_LEAST
 
+_LEAST_BYTES = 4 * BLOCK_LEAST  # of packed tokens
+
 
 class Sharing:
     """Decides over waiting requests; `had` are the tokens a request would reuse by now."""
@@ -37,7 +39,9 @@ class Sharing:
 
     def _shared(self, ticket: Ticket, lane: Lane, had: int) -> bool:
         """Return whether a lane will keep much more for a request than it has now."""
-        length = self._common(ticket, lane.ticket)
+        if ticket.path[:_LEAST_BYTES] != lane.ticket.path[:_LEAST_BYTES]:
+            return False  # as most do: no need to know how much less than the least it is
+        length = self._common(ticket, lane)
         if length - had < BLOCK_LEAST or not lane.admission.keeps:
             return False
         if lane.is_ready and lane.fed >= length and self._keeper.divisible:
@@ -46,10 +50,10 @@ class Sharing:
         stop = lane.plant(length)
         return stop is not None and stop.length - had >= BLOCK_LEAST
 
-    def _common(self, ticket: Ticket, other: Ticket) -> int:
+    def _common(self, ticket: Ticket, lane: Lane) -> int:
         """Return how many tokens two prompts share, of those that a checkpoint could serve."""
-        length = ticket.shared.get(other.number)
+        length = lane.shared.get(ticket.number)
         if length is None:
-            length = min(common_length(ticket.path, other.path), len(ticket.request.tokens) - 1)
-            ticket.shared[other.number] = length
+            length = common_length(ticket.path, lane.ticket.path)
+            lane.shared[ticket.number] = length = min(length, len(ticket.request.tokens) - 1)
         return length

@@ -12,15 +12,20 @@ and cancels its request.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import TypeVar
 
 from orchestrator.engine.request import Event, Finished, Outcome
 from orchestrator.errors import OrchestratorError
 
+log = logging.getLogger("orchestrator.engine")
+
+T = TypeVar("T")
 Heard = Event | OrchestratorError
 Last = Finished | OrchestratorError
 
@@ -41,13 +46,21 @@ class _Channel:
         with self._lock:
             if isinstance(event, Last):
                 self._last = event
-                self._watch(event)
-            self._deliver(event)
+                self._tell(self._watch, event)
+            self._tell(self._deliver, event)
+
+    @staticmethod
+    def _tell(told: Callable[[T], object], event: T) -> None:
+        """Call what a reader gave; what it raises is its own, and ends nobody else's request."""
+        try:
+            told(event)
+        except Exception:
+            log.exception("what listens to a stream raised")
 
     def again(self, last: Last) -> None:
         """Deliver the last event once more, for whoever else waits."""
         with self._lock:
-            self._deliver(last)
+            self._tell(self._deliver, last)
 
     def get(self) -> Heard:
         """Wait for the next event."""

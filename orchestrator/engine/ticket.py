@@ -57,7 +57,6 @@ class Ticket:
     number: int = field(default_factory=lambda: next(_numbers))
     lane: Lane | None = None
     reusable: tuple[int, int] = (-1, 0)  # version of the pool, and what it would reuse then
-    shared: dict[int, int] = field(default_factory=dict)  # ticket number -> common length
     is_cancelled: bool = False
     is_answered: bool = False
     _is_taken: bool = False

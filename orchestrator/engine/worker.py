@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from orchestrator.engine.core import Core
-from orchestrator.errors import BackendError, EngineClosed
+from orchestrator.errors import BackendError, EngineClosed, InvalidArgument
 
 log = logging.getLogger("orchestrator.engine")
 
@@ -61,6 +61,11 @@ class Worker:
 
     def call(self, work: Callable[[Core], T]) -> T:
         """Have `work` done between two steps and return what it returns."""
+        if threading.current_thread() is self._thread:
+            raise InvalidArgument(
+                "this was called on the engine's own thread (by what watches the end of a stream, "
+                "say), which would wait for itself; call it from another thread"
+            )
         result: Future[T] = Future()
 
         def answer(core: Core) -> None:
