@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from simulation import KINDS, Simulation, cold, request
 
 from orchestrator.engine.core import Options
 from orchestrator.engine.engine import Engine
+from orchestrator.engine.opening import Choices
 from orchestrator.engine.request import Event, Finished, Outcome, Request, Usage
-from orchestrator.engine.scheduler import Shares
+from orchestrator.engine.scheduler import Patience, Shares
 from orchestrator.engine.ticket import Ticket
 from orchestrator.errors import (
     DecodeFailed,
@@ -232,12 +236,12 @@ def test_no_state_in_host_memory_outlasts_its_budget_when_all_sequences_are_lost
 
 
 def test_what_waiting_requests_share_is_remembered_only_while_a_lane_runs() -> None:
-    simulation = Simulation(options=Options(n_lanes=2))
+    simulation = Simulation(n_batch=16, options=Options(n_lanes=2))
     waiting = [
         Asked(simulation, request("s" * 100 + chr(65 + number), max_tokens=1))
         for number in range(40)
     ]
-    steps(simulation, 3)
+    steps(simulation, 1)
     lanes = simulation.core._seats.lanes
     assert any(len(lane.shared) > 30 for lane in lanes)
     simulation.run()
@@ -283,3 +287,83 @@ def _engine() -> Engine:
 
 def _raise(event: object) -> None:
     raise RuntimeError("raised by a listener, in a test")
+
+
+# ---- wrong calls --------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[object, ...]] = {
+    "stop": (None, 7, b"x", {"a"}, {"a": 1}, [None], [""]),
+    "max_tokens": (True, -1, 1.5, "x", 2**31),
+    "use_cache": (None, 1, "no"),
+    "one_off": (None, 0, "no"),
+    "priority": (None, "urgent", ["default"], float("nan")),
+    "client": (3, b"x", ["a"]),
+    "conversation": (3, b"x", ["a"]),
+    "deadline": (0, -1, float("nan"), float("inf"), True, "1", [1]),
+    "sampling": (3, {}, "greedy"),
+    "tools": (3, "x", [1], {"a": 1}),
+    "template_arguments": (3, "x", [1]),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in WRONG.items() for v in vs])
+def test_a_wrong_argument_is_refused_before_anything_is_queued(name: str, value: object) -> None:
+    chat: Any = [{"role": "user", "content": "hello"}]
+    with _engine() as engine:
+        ask: Any = engine.chat
+        with pytest.raises(InvalidArgument):
+            ask(chat, **{name: value})
+        assert engine.stats().counters.requests == 0
+        assert engine.chat(chat, max_tokens=2).outcome().finish_reason == "length"
+
+
+@pytest.mark.parametrize("value", [None, 3, 1.5, b"x", ["a"], object()])
+def test_what_is_no_name_no_text_and_no_request_is_refused_in_words(value: Any) -> None:
+    with _engine() as engine:
+        calls: list[Callable[[Any], object]] = [
+            engine.forget,  # a number would name a chat of the pool's own
+            engine.complete,
+            engine.tokenize,
+            engine.generate,
+            lambda name: engine.create_session(messages=name).generate(),
+            lambda name: engine.create_session(tools=[name]),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidArgument):
+                call(value)
+
+
+@pytest.mark.parametrize("tokens", [None, 3, b"x", {1}, [1.5], [-1], [2**40], [True, "a"]])
+def test_what_are_no_tokens_is_refused_also_where_nothing_is_asked(tokens: Any) -> None:
+    with _engine() as engine:
+        for call in (engine.warm, engine.create_session().append):
+            with pytest.raises(InvalidArgument):
+                call(tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (Patience, "ageing", float("nan")),
+        (Patience, "ageing", "x"),
+        (Patience, "n_waiting", 1.5),
+        (Patience, "prefix_steps", None),
+        (Budgets, "exported_bytes", None),
+        (Budgets, "exported_bytes", float("nan")),
+        (Budgets, "resident_cells", "x"),
+        (Budgets, "history", True),
+        (Choices, "exact", "no"),
+        (Choices, "chat_template", "{{ messages }}"),
+        (Choices, "gpu_layers", 2**40),
+        (Choices, "lanes", True),
+    ],
+)
+def test_a_wrong_size_is_refused_when_it_is_given(kind: Any, name: str, value: object) -> None:
+    with pytest.raises(InvalidArgument):
+        kind(**{name: value})
+
+
+@pytest.mark.parametrize("model", [True, 3, 1.5, b"demo", ["demo"]])
+def test_what_names_no_model_is_refused_in_words(model: Any) -> None:
+    with pytest.raises(InvalidArgument, match="give a name"):
+        Engine.open(model)

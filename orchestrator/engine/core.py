@@ -57,7 +57,7 @@ class Core:
     ) -> None:
         options = options or Options()
         limits = runtime.limits
-        if not 1 <= options.n_lanes <= limits.n_sequences:
+        if not (isinstance(options.n_lanes, int) and 1 <= options.n_lanes <= limits.n_sequences):
             raise InvalidArgument(
                 f"{options.n_lanes} lanes do not fit {limits.n_sequences} sequences; "
                 "give at least 1 lane and at least as many sequences"

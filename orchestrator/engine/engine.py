@@ -24,7 +24,15 @@ from orchestrator.engine.core import Core, Options
 from orchestrator.engine.counters import Counters
 from orchestrator.engine.occupancy import Occupancy
 from orchestrator.engine.opening import Choices, Opened, Progress, open_model
-from orchestrator.engine.request import Priority, Request, Sampling, TemplateArguments
+from orchestrator.engine.request import (
+    Priority,
+    Request,
+    Sampling,
+    TemplateArguments,
+    check_extras,
+    check_name,
+    token_ids,
+)
 from orchestrator.engine.script import SessionSettings
 from orchestrator.engine.session import Session
 from orchestrator.engine.stream import Stream
@@ -255,10 +263,7 @@ class Engine:
         template_arguments: TemplateArguments | None = None,
     ) -> Prompt:
         """Return the prompt that `chat` would send, as tokens and text."""
-        if not (template_arguments is None or isinstance(template_arguments, Mapping)):
-            raise InvalidArgument(
-                f"template_arguments are {template_arguments!r}; give names and values"
-            )
+        check_extras(tools, template_arguments)
         with self._open_vocabulary():
             return self._codec.encode(messages, tools=tools, arguments=template_arguments)
 
@@ -270,6 +275,8 @@ class Engine:
         `special` False leaves special tokens in it as plain text. Raises `InvalidArgument` where
         there is none.
         """
+        if not isinstance(text, str):
+            raise InvalidArgument(f"the text is {type(text).__name__}; give a text")
         with self._open_vocabulary():
             return self._codec.raw(text, special=special, continues=continues)
 
@@ -300,6 +307,8 @@ class Engine:
 
     def generate(self, request: Request, *, opens_reasoning: bool = False) -> Stream:
         """Return the stream of a request that is already in tokens."""
+        if not isinstance(request, Request):
+            raise InvalidArgument(f"the request is {type(request).__name__}; give a Request")
         stream = Stream(opens_reasoning)
         ticket = self._core.ticket(request, stream.listener)
         stream.on_cancel(ticket.cancel)
@@ -308,6 +317,7 @@ class Engine:
 
     def forget(self, conversation: str) -> None:
         """Give up every checkpoint that a conversation alone kept or used."""
+        check_name("conversation", conversation)
         self._worker.call(lambda core: core.forget(conversation))
 
     def branch(self, conversation: str, other: str) -> None:
@@ -316,7 +326,8 @@ class Engine:
 
     def unknown_arguments(self, arguments: TemplateArguments) -> list[str]:
         """Return the names in `arguments` that the chat template never reads."""
-        return [name for name in arguments if name not in self._codec.template.variables]
+        check_extras(None, arguments)
+        return [name for name in arguments or () if name not in self._codec.template.variables]
 
     @property
     def default_sampling(self) -> Sampling:
@@ -342,13 +353,18 @@ class Engine:
         With a `system` text, `messages`, `tools` or `template_arguments` it is driven by messages;
         else what is appended first decides. `name` is for people. Raises `InvalidArgument`.
         """
+        if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+            raise InvalidArgument(f"messages are {type(messages).__name__}; give a list of them")
         head = [] if system is None else [{"role": "system", "content": system}]
         settings = SessionSettings(tools, template_arguments, sampling, priority, client)
         return Session.create(self, settings, [*head, *messages], name)
 
     def warm(self, tokens: Sequence[int]) -> int:
         """Return how many of `tokens` a request would be started from that goes on from them."""
-        path = pack((*tokens, 0))
+        ids = token_ids(tokens)
+        if ids and not 0 <= min(ids) <= max(ids) < self.model.n_vocab:
+            raise InvalidArgument(f"token ids must lie in 0 to {self.model.n_vocab - 1}")
+        path = pack((*ids, 0))
         return self._worker.call(lambda core: core.warm(path))
 
     # ---- the engine itself --------------------------------------------------------------------

@@ -15,6 +15,7 @@ from orchestrator import config
 from orchestrator.config import ModelSpec
 from orchestrator.engine.core import Options
 from orchestrator.engine.exactness import Kernels, exacted, steadied
+from orchestrator.engine.request import check_flag
 from orchestrator.engine.scheduler import Patience
 from orchestrator.errors import ConfigError, InvalidArgument
 from orchestrator.models.demo import ensure_demo
@@ -32,6 +33,7 @@ N_CONTEXT_DEFAULT = 8192
 N_CONTEXT_MOST = 1 << 24
 N_SEQUENCES_MOST = 32
 N_LANES_MOST = 64
+N_GPU_LAYERS_MOST = 1 << 16
 N_SEQUENCES_EXACT_LEAST = 2  # a lone lane may need a neighbour to be evaluated with
 _SPARES_LEAST = 3  # a turn keeps its turn, resend and reply points
 _STATE_SHARE = 8  # an eighth of the memory that is available may go to recurrent states
@@ -56,6 +58,9 @@ class Choices:
     queue: int | None = None
 
     def __post_init__(self) -> None:
+        check_flag("exact", self.exact)
+        if not (self.chat_template is None or isinstance(self.chat_template, Path)):
+            raise InvalidArgument(f"chat_template is {self.chat_template!r}; give a Path")
         _at_least("lanes", self.lanes, 1)
         if self.lanes is not None and self.lanes > N_LANES_MOST:
             raise InvalidArgument(f"lanes is {self.lanes}, must be at most {N_LANES_MOST}")
@@ -73,6 +78,11 @@ class Choices:
                 "more threads than cores are many times slower, not faster"
             )
         _at_least("gpu_layers", self.gpu_layers, -1)
+        if self.gpu_layers is not None and self.gpu_layers > N_GPU_LAYERS_MOST:
+            raise InvalidArgument(
+                f"gpu_layers is {self.gpu_layers}, must be at most {N_GPU_LAYERS_MOST}; "
+                "leave it out to put all there"
+            )
         _at_least("checkpoints", self.checkpoints, 0)
         _at_least("history", self.history, 0)
 
@@ -95,6 +105,8 @@ class Opened:
 
 def open_model(model: str | Path | ModelSpec, choices: Choices, on_progress: Progress) -> Opened:
     """Find, inspect and load a model; to be called on the thread that will own it."""
+    if not isinstance(model, ModelSpec | str | Path):
+        raise InvalidArgument(f"the model is {model!r}; give a name, a path or a ModelSpec")
     spec = model if isinstance(model, ModelSpec) else _spec(model)
     path = ensure_demo(on_progress) if spec.builtin else spec.path
     if path is None:

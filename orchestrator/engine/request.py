@@ -53,12 +53,14 @@ class Request:
 
     def __post_init__(self) -> None:
         """Check everything, so that nothing the engine's thread meets is of the wrong type."""
-        object.__setattr__(self, "tokens", _ids(self.tokens))
+        object.__setattr__(self, "tokens", _prompt(self.tokens))
         object.__setattr__(self, "turn", _whole("turn", self.turn, 0, len(self.tokens) - 1))
         object.__setattr__(self, "base", _whole("base", self.base, 0, len(self.tokens) - 1))
         if self.max_tokens is not None:
             most = _whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
             object.__setattr__(self, "max_tokens", most)
+        for name, flag in (("use_cache", self.use_cache), ("one_off", self.one_off)):
+            check_flag(name, flag)
         StopStrings(self.stop)
         object.__setattr__(self, "stop", tuple(self.stop))
         if not isinstance(self.sampling, Sampling):
@@ -66,8 +68,8 @@ class Request:
                 f"sampling is {self.sampling!r}; give a Sampling, or leave it out"
             )
         for name, text in (("conversation", self.conversation), ("client", self.client)):
-            if not (text is None or isinstance(text, str)):
-                raise InvalidArgument(f"{name} is {text!r}; give its name as a text")
+            if text is not None:
+                check_name(name, text)
         if self.priority not in PRIORITIES:
             raise InvalidArgument(
                 f"priority is {self.priority!r}; give one of {', '.join(PRIORITIES)}"
@@ -76,20 +78,54 @@ class Request:
             object.__setattr__(self, "deadline", _seconds("deadline", self.deadline))
 
 
-def _ids(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Return token ids as plain ints, or say that they are none."""
-    if isinstance(tokens, str | bytes | bytearray | Mapping | Set):
-        raise InvalidArgument(f"tokens are {type(tokens).__name__}; give a sequence of token ids")
-    try:
-        ids = tuple(map(operator.index, tokens))
-    except TypeError as error:
-        raise InvalidArgument(f"tokens must be whole numbers: {error}") from error
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False; a text "no" would count as yes."""
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{name} is {value!r}; give True or False")
+
+
+def check_name(name: str, value: object) -> None:
+    """Refuse what is no text."""
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{name} is {value!r}; give its name as a text")
+
+
+def check_extras(tools: object, template_arguments: object) -> None:
+    """Refuse what cannot be the tools of a chat, or variables of its template."""
+    if not (tools is None or (isinstance(tools, Sequence) and _are_mappings(tools))):
+        raise InvalidArgument(f"tools are {tools!r}; give a list of tool descriptions, or none")
+    if not (template_arguments is None or isinstance(template_arguments, Mapping)):
+        raise InvalidArgument(
+            f"template_arguments are {template_arguments!r}; give names and values"
+        )
+
+
+def _are_mappings(values: Sequence[object]) -> bool:
+    return all(isinstance(value, Mapping) for value in values) and not isinstance(
+        values, str | bytes
+    )
+
+
+def _prompt(tokens: Sequence[int]) -> tuple[int, ...]:
+    ids = token_ids(tokens)
     if not ids:
         raise InvalidArgument("the prompt is empty; give at least one token")
     return ids
 
 
+def token_ids(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return token ids as plain ints, or say that they are none."""
+    if isinstance(tokens, str | bytes | bytearray | Mapping | Set):
+        raise InvalidArgument(f"tokens are {type(tokens).__name__}; give a sequence of token ids")
+    try:
+        return tuple(map(operator.index, tokens))
+    except TypeError as error:
+        raise InvalidArgument(f"tokens must be whole numbers: {error}") from error
+
+
 def _whole(name: str, value: int, low: int, high: int) -> int:
+    if isinstance(value, bool):
+        raise InvalidArgument(f"{name} is {value!r}; give a whole number")
     try:
         number = operator.index(value)
     except TypeError as error:

@@ -34,10 +34,15 @@ class Patience:
     prefix_steps: int = 2000
 
     def __post_init__(self) -> None:
-        if self.n_waiting < 1 or self.ageing <= 0 or self.prefix_steps < 0:
+        whole = all(
+            isinstance(count, int) and not isinstance(count, bool)
+            for count in (self.n_waiting, self.prefix_steps)
+        )
+        timed = isinstance(self.ageing, int | float) and self.ageing > 0  # nor is it nan
+        if not (whole and timed and self.n_waiting >= 1 and self.prefix_steps >= 0):
             raise InvalidArgument(
-                f"a queue of {self.n_waiting} requests with ageing {self.ageing} s and "
-                f"{self.prefix_steps} steps of patience cannot be; give at least 1, more than 0 "
+                f"a queue of {self.n_waiting!r} requests with ageing {self.ageing!r} s and "
+                f"{self.prefix_steps!r} steps of patience cannot be; give at least 1, more than 0 "
                 "and at least 0"
             )
 

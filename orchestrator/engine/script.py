@@ -31,6 +31,7 @@ from orchestrator.engine.request import (
     Request,
     Sampling,
     TemplateArguments,
+    check_extras,
 )
 from orchestrator.errors import InvalidArgument, TemplateError
 from orchestrator.text.codec import Prompt
@@ -83,6 +84,7 @@ class SessionSettings:
 
     def check(self) -> None:
         """Raise `InvalidArgument` for what no request may have."""
+        check_extras(self.tools, self.template_arguments)
         sampling = Sampling() if self.sampling is None else self.sampling
         Request((0,), sampling=sampling, priority=self.priority, client=self.client)
 

@@ -92,6 +92,7 @@ class Session:
         name: str | None = None,
     ) -> Session:
         """Return a new one; what it is driven by is open where there are no messages and tools."""
+        settings.check()
         settings = replace(
             settings,
             tools=owned("tools", settings.tools),

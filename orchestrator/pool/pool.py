@@ -54,8 +54,10 @@ class Budgets:
     def __post_init__(self) -> None:
         for name in ("resident_cells", "exported_bytes", "exported_tokens", "history"):
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise InvalidArgument(f"{name} is {value}, must be 0 or more")
+            if value is None and name in ("resident_cells", "exported_tokens"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InvalidArgument(f"{name} is {value!r}, must be a whole number of 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ class StopStrings:
 def _check(stops: Sequence[str]) -> None:
     if isinstance(stops, str):
         raise InvalidArgument("stop strings are a list; put the one string into a list")
+    if isinstance(stops, bytes) or not isinstance(stops, Sequence):
+        raise InvalidArgument(f"stop is {stops!r}; give a list of texts, an empty one for none")
     if len(stops) > MAX_STOPS:
         raise InvalidArgument(f"{len(stops)} stop strings given, at most {MAX_STOPS} are watched")
     for stop in stops:
