@@ -219,6 +219,16 @@ def test_the_cells_that_an_import_has_yet_to_fill_are_promised_to_nobody_else() 
     assert keeper.pool.plan_room(400) is not None
 
 
+def test_the_state_of_a_preempted_request_that_is_cancelled_leaves_if_it_does_not_fit() -> None:
+    budgets = Budgets(resident_cells=25)
+    simulation = Simulation(n_sequences=6, n_batch=10, options=Options(budgets=budgets))
+    slow = _preempted(simulation)
+    steps(simulation, 1)
+    slow.ticket.cancel()
+    simulation.core.forget("nobody")  # ends what was cancelled, and steps no further
+    simulation.check()
+
+
 def test_no_state_in_host_memory_outlasts_its_budget_when_all_sequences_are_lost() -> None:
     simulation = Simulation(options=Options(budgets=MEMORY))
     simulation.ask(request("a" * 200 + "<a>", turn=200, max_tokens=1))

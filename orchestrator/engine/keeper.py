@@ -122,6 +122,10 @@ class Keeper:
         for checkpoint in self.pool.moving:
             self.mover.forget(checkpoint)
             self.pool.stayed(checkpoint)
+        self.fit()
+
+    def fit(self) -> None:
+        """Let leave what no longer fits the budgets, now that nothing else holds it."""
         self._shrink()
         self.clear_now(self.pool.plan_room(0) or ())
 

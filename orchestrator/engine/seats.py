@@ -96,6 +96,7 @@ class Seats:
             self._release_lease(lane)
             if not lane.admission.keeps:
                 self._discard(lane.parked)
+            self._keeper.fit()
             lane.sampler.close()
 
     def vacate(self) -> list[Ticket]:
