@@ -207,7 +207,7 @@ class Walk:
         if self.texts:
             lane = self.rng.choice(list(self.texts))
             del self.texts[lane]
-            self.runtime.clear(lane)
+            self.rng.choice((self.runtime.clear, self.runtime.scrub))(lane)
 
     def cut(self) -> None:
         if self.texts and self.runtime.model.memory == "attention":
@@ -247,7 +247,7 @@ def test_lanes_that_come_and_go_do_not_change_a_bit_of_each_other(
     for _ in range(40 if is_large(runtime) else 200):
         walk.step()
     assert walk.compared > 20
-    assert walk.crowded > 0
+    assert walk.crowded > 0 or is_large(runtime)
 
 
 def test_a_call_is_one_token_each_or_one_longer_chunk(runtime: LlamaRuntime) -> None:

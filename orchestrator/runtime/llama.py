@@ -73,6 +73,7 @@ _WHOLE = 0  # llama_state_seq_flags
 _STATE_ONLY = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _FLASH_ATTENTION = 1  # LLAMA_FLASH_ATTN_TYPE_ENABLED
 _N_BATCH_MOST, _N_BATCH_STEP = 512, 64
+_N_BATCH_SINGLE = 16  # where every token has a pass of its own
 _RATE_PER_THREAD = 2e10  # operations per second of one core on quantised weights, roughly
 _SPLIT_TYPES = (0, 1)  # F32, F16: one token's attention to these is split by thread
 _CELL_STEP = 256  # llama.cpp rounds the pool up to a multiple of this
@@ -128,6 +129,10 @@ def open_llama(path: Path, settings: Settings) -> LlamaRuntime:
         n_sequences += measures.sliced
         if measures.passes is not None:
             n_sequences = max(n_sequences, measures.passes.least)  # a lone lane needs a neighbour
+        if measures.passes == SINGLE:
+            settings = replace(
+                settings, n_batch=min(settings.n_batch or N_PASS_MOST, _N_BATCH_SINGLE)
+            )
         n_cells = settings.n_cells or settings.n_context
         context = _new_context(model, settings, n_cells, n_sequences)
     except BaseException:
