@@ -229,6 +229,26 @@ def test_the_state_of_a_preempted_request_that_is_cancelled_leaves_if_it_does_no
     simulation.check()
 
 
+def test_a_state_that_a_preempted_request_holds_makes_room_for_no_other() -> None:
+    simulation = Simulation(n_sequences=2, n_batch=10)
+    slow = Asked(simulation, request("p" * 80, priority="background", max_tokens=4))
+    steps(simulation, 2)
+    Asked(simulation, request("q" * 40 + "<a>" * 9, turn=40, priority="interactive"))
+    simulation.run()
+    assert simulation.core.counters.preempted == 1
+    assert (slow.usage.prefilled_tokens, slow.usage.replayed_tokens) == (80, 0)
+
+
+def test_however_little_a_preempted_request_has_read_it_is_not_read_again() -> None:
+    simulation = Simulation(n_batch=10, options=Options(budgets=MEMORY))
+    slow = Asked(simulation, request("p" * 80, priority="background", max_tokens=1))
+    steps(simulation, 1)
+    simulation.core._seats._give_way(simulation.core._seats.lanes[0])
+    assert simulation.core.occupancy().exported == {"partial": 1}
+    simulation.run()
+    assert (slow.usage.prefilled_tokens, slow.usage.replayed_tokens) == (80, 0)
+
+
 def test_no_state_in_host_memory_outlasts_its_budget_when_all_sequences_are_lost() -> None:
     simulation = Simulation(options=Options(budgets=MEMORY))
     simulation.ask(request("a" * 200 + "<a>", turn=200, max_tokens=1))
