@@ -6,7 +6,15 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import (
+    Busy,
+    EngineClosed,
+    InvalidArgument,
+    OrchestratorError,
+    PromptTooLong,
+    SessionBusy,
+    SessionClosed,
+)
 
 if TYPE_CHECKING:
     from orchestrator.engine.aio import AsyncEngine as AsyncEngine
@@ -28,14 +36,20 @@ __all__ = [
     "AsyncEngine",
     "AsyncSession",
     "AsyncStream",
+    "Busy",
     "Engine",
+    "EngineClosed",
     "Finished",
+    "InvalidArgument",
     "OrchestratorError",
     "Outcome",
     "Prefilling",
+    "PromptTooLong",
     "Request",
     "Sampling",
     "Session",
+    "SessionBusy",
+    "SessionClosed",
     "SessionEvent",
     "SessionView",
     "Stream",

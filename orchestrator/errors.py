@@ -6,6 +6,8 @@
     │   ├── PromptTooLong       more tokens than a request may hold
     │   ├── TemplateError       the chat template refused the messages
     │   ├── Busy                the queue is full; says when to ask again
+    │   ├── SessionBusy         the session is generating a reply
+    │   ├── SessionClosed       the session was closed
     │   └── EngineClosed        the engine was closed before or during the request
     ├── ConfigError             the configuration's
     │   └── ModelFileError      a file that cannot be opened as a model
@@ -62,11 +64,19 @@ class Busy(RequestError):
     def __init__(self, waiting: int, n_waiting: int, retry_after: float) -> None:
         super().__init__(
             f"{waiting} requests are waiting, the queue holds {n_waiting}; "
-            f"try again in {retry_after:.0f} s, or raise the length of the queue"
+            f"try again in {retry_after:.0f} s, or open the engine with a longer queue (queue=)"
         )
         self.waiting = waiting
         self.n_waiting = n_waiting
         self.retry_after = retry_after
+
+
+class SessionBusy(InvalidArgument):
+    """The session is generating a reply and takes nothing else until that ends."""
+
+
+class SessionClosed(InvalidArgument):
+    """The session was closed; create another one."""
 
 
 class EngineClosed(RequestError):

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from orchestrator.cli.opening import Messages, Opening, Progress
+from orchestrator.engine.counters import Counters
+from orchestrator.engine.occupancy import EngineStats, Occupancy
 from orchestrator.engine.request import (
     Event,
     Finished,
@@ -37,13 +39,6 @@ class FakeModel:
     architecture: str = "granitehybrid"
     memory: str = "hybrid"
     n_context: int = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class FakeStats:
-    sequences_used: int = 3
-    sequences_total: int = 8
-    checkpoints: Mapping[str, int] = field(default_factory=lambda: {"turn": 1, "reply": 2})
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +156,20 @@ class FakeEngine:
             return self.streams.pop(0)
         return FakeStream([f"{word} " for word in self.reply(messages).split(" ")])
 
-    def stats(self) -> FakeStats:
-        return FakeStats()
+    def stats(self) -> EngineStats:
+        """Return what an engine held that had served two turns."""
+        now = Occupancy(
+            *(0, 2, 0, 0, 3, 8, 120, 512, None),
+            checkpoints={"turn": 1, "reply": 2},
+            resident={"turn": 1, "reply": 2},
+            exported={},
+            resident_bytes=3_000_000,
+            exported_bytes=0,
+            exported_bytes_budget=1 << 30,
+            exported_tokens=0,
+            exported_tokens_budget=None,
+        )
+        return EngineStats(now, Counters(requests=2, prefilled=40, reused=37, cancelled=1))
 
 
 def paced(text: str, pace: float, delay: float) -> FakeStream:

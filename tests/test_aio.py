@@ -17,8 +17,14 @@ from orchestrator.engine.aio import AsyncEngine, AsyncStream
 from orchestrator.engine.core import Options
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.request import GREEDY, Finished, Outcome, Prefilling, Text
-from orchestrator.engine.session import SessionBusy, SessionClosed
-from orchestrator.errors import ConfigError, EngineClosed, InvalidArgument, PromptTooLong
+from orchestrator.errors import (
+    ConfigError,
+    EngineClosed,
+    InvalidArgument,
+    PromptTooLong,
+    SessionBusy,
+    SessionClosed,
+)
 from orchestrator.runtime.protocol import Chunk, Limits
 from orchestrator.runtime.simulated import SimulatedRuntime
 from orchestrator.text.bytes import ByteTokenizer

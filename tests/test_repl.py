@@ -129,10 +129,13 @@ def test_reset_keeps_the_system_text() -> None:
     assert talk("one", "/reset", "two", system="S").sent(1) == ["S", "two"]
 
 
-def test_stats_prints_every_figure_of_the_engine() -> None:
-    ended = talk("/stats")
-    assert "sequences total  8" in ended.screen
-    assert "turn 1, reply 2" in ended.screen
+def test_stats_says_what_is_held_and_what_has_happened() -> None:
+    screen = " ".join(talk("/stats").screen.split())
+    assert "lanes 0 of 2 busy, 0 requests waiting" in screen
+    assert "sequences 3 of 8 in use" in screen
+    assert "in context 1 turn, 2 reply · 3.0 MB" in screen
+    assert "requests 2 begun · 1 cancelled" in screen
+    assert "prompt tokens 40 evaluated · 37 reused" in screen
 
 
 def test_help_names_every_command() -> None:

@@ -20,12 +20,14 @@ from orchestrator.engine.core import Options
 from orchestrator.engine.engine import Engine
 from orchestrator.engine.request import GREEDY, Outcome, Request, Sampling
 from orchestrator.engine.script import SessionEvent
-from orchestrator.engine.session import Session, SessionBusy, SessionClosed
+from orchestrator.engine.session import Session
 from orchestrator.errors import (
     BackendError,
     EngineClosed,
     InvalidArgument,
     PromptTooLong,
+    SessionBusy,
+    SessionClosed,
     TemplateError,
 )
 from orchestrator.runtime.protocol import Chunk, Limits, MemoryKind

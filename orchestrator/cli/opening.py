@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from orchestrator.config import ModelSpec
+    from orchestrator.engine.occupancy import EngineStats
     from orchestrator.engine.request import Event, Priority, Sampling
 
 Messages = Sequence[Mapping[str, object]]
@@ -74,8 +75,8 @@ class ChatEngine(Protocol):
         priority: Priority,
     ) -> ReplyStream: ...
 
-    def stats(self) -> object:
-        """Return a dataclass of figures to print."""
+    def stats(self) -> EngineStats:
+        """Return what the engine holds and has done."""
 
 
 @dataclass(frozen=True, slots=True)

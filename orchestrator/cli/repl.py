@@ -24,7 +24,7 @@ from orchestrator.cli.keyboard import silent_keys
 from orchestrator.cli.opening import ChatEngine
 from orchestrator.cli.render import clean, print_dim, terminal_view
 from orchestrator.cli.reply import follow
-from orchestrator.cli.report import figures, outcome_line, timings_line
+from orchestrator.cli.report import held, outcome_line, timings_line
 from orchestrator.errors import OrchestratorError, PromptTooLong, RequestError
 
 _COMMAND = re.compile(r"/([A-Za-z?]*)(?:\s+(.*))?$", re.DOTALL)
@@ -156,7 +156,7 @@ class Repl:
 
     def show_figures(self) -> None:
         """Print what the engine holds and has done."""
-        self._screen.err.print(figures(self._engine.stats()))
+        self._screen.err.print(held(self._engine.stats()))
 
     def print_help(self) -> None:
         """Print the commands and the keys."""

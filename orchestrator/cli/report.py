@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
 from rich.table import Table
@@ -12,6 +13,10 @@ from rich.text import Text
 from orchestrator.cli.inline import DIM
 from orchestrator.cli.reply import Reply
 from orchestrator.engine.request import Outcome, TokenLogprob
+
+if TYPE_CHECKING:
+    from orchestrator.engine.counters import Counters
+    from orchestrator.engine.occupancy import EngineStats, Occupancy
 
 _ENDS = {"length": "cut off at the limit", "cancelled": "stopped", "deadline": "out of time"}
 
@@ -79,6 +84,84 @@ def _likelihood(each: TokenLogprob) -> dict[str, object]:
     return {"token": each.token, "logprob": each.logprob, "top": top}
 
 
+def held(stats: EngineStats) -> Table:
+    """Return a table of what the engine holds now and what has happened since it was opened."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style=DIM)
+    for name, text in [*_holdings(stats.occupancy), *_history(stats.counters)]:
+        table.add_row(name, Text(text))
+    for at, lane in enumerate(stats.occupancy.running):
+        how_far = f"{lane.priority}, {lane.doing}, {lane.fed:,} of {lane.known:,} tokens"
+        table.add_row(f"lane {at}", Text(how_far))
+    return table
+
+
+def _holdings(now: Occupancy) -> list[tuple[str, str]]:
+    cells = (
+        "take no room in this model"
+        if now.cells_total is None
+        else (f"{now.cells_used:,} of {now.cells_total:,} in use{_at_most(now.cells_budget)}")
+    )
+    waiting = f", {now.paused} of them preempted" if now.paused else ""
+    return [
+        ("lanes", f"{now.lanes} of {now.lanes_total} busy, {now.queued} requests waiting{waiting}"),
+        ("sequences", f"{now.sequences_used} of {now.sequences_total} in use"),
+        ("cells", cells),
+        ("in context", f"{_kinds(now.resident)} · {decimal(now.resident_bytes)}"),
+        (
+            "in host memory",
+            f"{_kinds(now.exported)} · {decimal(now.exported_bytes)} of"
+            f" {decimal(now.exported_bytes_budget)}{_at_most(now.exported_tokens_budget)}",
+        ),
+    ]
+
+
+def _at_most(budget: int | None) -> str:
+    return "" if budget is None else f", {budget:,} tokens at most"
+
+
+def _kinds(counts: Mapping[Any, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "no checkpoint"
+
+
+def _history(since: Counters) -> list[tuple[str, str]]:
+    """Return what happened, without what never did."""
+    ends = {
+        "begun": since.requests,
+        "cancelled": since.cancelled,
+        "out of time": since.expired,
+        "refused, the queue being full": since.busy,
+        "preempted": since.preempted,
+        "waited for another's prompt": since.waited,
+    }
+    prompts = {
+        "evaluated": since.prefilled,
+        "reused": since.reused,
+        "evaluated again": since.replayed,
+    }
+    kept = {
+        "kept": since.kept_checkpoints,
+        "dropped": since.evicted_checkpoints,
+        "moved to host memory": since.exported_checkpoints,
+        "and back": since.imported_checkpoints,
+        "found unusable": since.refused_checkpoints,
+    }
+    decodes = f"{since.sampled:,} in {since.decode_calls:,} decode calls"
+    lost = {"times every state was lost": since.recoveries}
+    return [
+        ("requests", _counted(ends, always=1)),
+        ("prompt tokens", _counted(prompts, always=2)),
+        ("reply tokens", decodes),
+        ("checkpoints", _counted(kept | lost, always=1)),
+    ]
+
+
+def _counted(counts: Mapping[str, int], *, always: int) -> str:
+    """Return counts with their names: the first few, and what is not zero."""
+    shown = (item for at, item in enumerate(counts.items()) if item[1] or at < always)
+    return " · ".join(f"{count:,} {name}" for name, count in shown)
+
+
 def figures(value: Any) -> Table:
     """Return a table of the fields of a dataclass; the fields of one inside it come indented."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -94,17 +177,9 @@ def _rows(value: Any, indent: str = "") -> list[tuple[str, str]]:
         name, held = indent + each.name.replace("_", " "), getattr(value, each.name)
         if is_dataclass(held):
             rows += [(name, ""), *_rows(held, indent + "  ")]
-        elif isinstance(held, tuple) and held and all(is_dataclass(one) for one in held):
-            rows += [(name, ""), *((f"{indent}  {at}", _line(one)) for at, one in enumerate(held))]
         else:
             rows.append((name, _shown(held, in_bytes="_bytes" in each.name)))
     return rows
-
-
-def _line(value: Any) -> str:
-    """Return the fields of a dataclass in one line."""
-    named = ((each.name.replace("_", " "), getattr(value, each.name)) for each in fields(value))
-    return ", ".join(f"{name} {_shown(held)}" for name, held in named)
 
 
 def _shown(value: object, *, in_bytes: bool = False) -> str:

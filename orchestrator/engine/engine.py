@@ -21,8 +21,7 @@ from types import TracebackType
 
 from orchestrator.config import ModelSpec
 from orchestrator.engine.core import Core, Options
-from orchestrator.engine.counters import Counters
-from orchestrator.engine.occupancy import Occupancy
+from orchestrator.engine.occupancy import EngineStats
 from orchestrator.engine.opening import Choices, Opened, Progress, open_model
 from orchestrator.engine.request import (
     Priority,
@@ -38,7 +37,6 @@ from orchestrator.engine.session import Session
 from orchestrator.engine.stream import Stream
 from orchestrator.engine.worker import Worker
 from orchestrator.errors import EngineClosed, InvalidArgument
-from orchestrator.pool.checkpoint import Kind
 from orchestrator.pool.index import pack
 from orchestrator.runtime.protocol import MemoryKind, Runtime
 from orchestrator.text.codec import ChatCodec, Prompt
@@ -62,19 +60,6 @@ class ModelInfo:
     state_bytes: int
     cell_bytes: int
     exact: bool
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What the pool holds now, and totals since the engine was opened."""
-
-    occupancy: Occupancy
-    counters: Counters
-
-    @property
-    def checkpoints(self) -> Mapping[Kind, int]:
-        """How many checkpoints there are of each kind."""
-        return self.occupancy.checkpoints
 
 
 class Engine:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from orchestrator.engine.counters import Counters
 from orchestrator.engine.keeper import Keeper
 from orchestrator.engine.lane import Lane
 from orchestrator.engine.request import Priority
@@ -36,6 +37,7 @@ class Occupancy:
     """
 
     lanes: int
+    lanes_total: int
     queued: int
     paused: int
     sequences_used: int
@@ -54,6 +56,19 @@ class Occupancy:
     running: tuple[LaneView, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the pool holds now, and totals since the engine was opened."""
+
+    occupancy: Occupancy
+    counters: Counters
+
+    @property
+    def checkpoints(self) -> Mapping[Kind, int]:
+        """How many checkpoints there are of each kind."""
+        return self.occupancy.checkpoints
+
+
 def observe(seats: Seats, keeper: Keeper, limits: Limits) -> Occupancy:
     """Return what lanes, queue and pool hold."""
     pool, ledger, waiting = keeper.pool, keeper.memory.ledger, seats.scheduler
@@ -61,6 +76,7 @@ def observe(seats: Seats, keeper: Keeper, limits: Limits) -> Occupancy:
     budgets = pool.budgets
     return Occupancy(
         lanes=len(seats.lanes),
+        lanes_total=seats.n_lanes,
         queued=len(waiting),
         paused=sum(ticket.lane is not None for ticket in waiting),
         sequences_used=used,

@@ -91,7 +91,7 @@ class Choices:
 class Opened:
     """A runtime and all that goes with it.
 
-    `exact`: replies do not depend on how prompts are cut. `notes` are for a person.
+    `exact`: it was asked for, and holds. `notes` are for a person.
     """
 
     runtime: Runtime
@@ -124,7 +124,7 @@ def open_model(model: str | Path | ModelSpec, choices: Choices, on_progress: Pro
         runtime.close()
         raise
     notes = _notes(runtime, template)
-    return Opened(runtime, template, options, sampling, spec.name, kernels.exact, notes)
+    return Opened(runtime, template, options, sampling, spec.name, choices.exact, notes)
 
 
 def _kernels(file: ModelFile, choices: Choices) -> Kernels:

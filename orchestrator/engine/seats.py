@@ -70,6 +70,11 @@ class Seats:
         self._sharing = Sharing(keeper)
         self._seating: Ticket | None = None  # out of the queue and not in a lane yet
 
+    @property
+    def n_lanes(self) -> int:
+        """How many requests run at once."""
+        return self._options.n_lanes
+
     def uses_cache(self, request: Request) -> bool:
         """Return whether a request may start from a checkpoint."""
         return request.use_cache and self._options.checkpoints

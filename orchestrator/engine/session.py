@@ -34,21 +34,19 @@ from orchestrator.engine.script import (
     owned,
 )
 from orchestrator.engine.stream import Last, Stream
-from orchestrator.errors import EngineClosed, InvalidArgument, PromptTooLong
+from orchestrator.errors import (
+    EngineClosed,
+    InvalidArgument,
+    PromptTooLong,
+    SessionBusy,
+    SessionClosed,
+)
 from orchestrator.text.reasoning import leaves_open
 
 if TYPE_CHECKING:
     from orchestrator.engine.engine import Engine
 
 _numbers = itertools.count(1)
-
-
-class SessionBusy(InvalidArgument):
-    """The session is generating a reply and takes nothing else until that ends."""
-
-
-class SessionClosed(InvalidArgument):
-    """The session was closed; create another one."""
 
 
 @dataclass(frozen=True, slots=True)

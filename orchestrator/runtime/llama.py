@@ -235,7 +235,7 @@ def _new_context(
     if not context:
         raise BackendError(
             f"llama.cpp could not open a context of {n_context:,} tokens and {n_sequences} "
-            f"sequences: {library.last_complaint()}; lower --ctx"
+            f"sequences: {library.last_complaint()}; lower ctx (--ctx) or lanes"
         )
     return context
 
