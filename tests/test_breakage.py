@@ -21,6 +21,7 @@ from orchestrator.errors import (
     PoolFull,
     StateRefused,
 )
+from orchestrator.pool.eviction import OF_ONE_TURN, SHARED
 from orchestrator.pool.pool import Budgets
 from orchestrator.runtime.protocol import Limits, MemoryKind
 from orchestrator.runtime.simulated import SimulatedRuntime
@@ -247,6 +248,18 @@ def test_however_little_a_preempted_request_has_read_it_is_not_read_again() -> N
     assert simulation.core.occupancy().exported == {"partial": 1}
     simulation.run()
     assert (slow.usage.prefilled_tokens, slow.usage.replayed_tokens) == (80, 0)
+
+
+def test_a_system_block_is_worth_more_once_a_second_chat_began_with_it() -> None:
+    simulation = Simulation()
+    book = simulation.core._keeper.pool.book
+    groups = []
+    for user in ("a" * 30, "b" * 30):
+        text = "s" * 80 + user
+        simulation.ask(request(text + "<a>", turn=len(text), base=80, max_tokens=1))
+        (block,) = (c for c in book.checkpoints if c.kind == "system")
+        groups.append(book.standing(block).group)
+    assert groups == [OF_ONE_TURN, SHARED]
 
 
 def test_no_state_in_host_memory_outlasts_its_budget_when_all_sequences_are_lost() -> None:
