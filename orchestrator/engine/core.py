@@ -281,7 +281,7 @@ class Core:
         length = len(first.tokens)
         limits = self._runtime.limits
         n_joint = limits.n_joint or limits.n_sequences
-        n_most = min(n_joint, budget // length) if limits.copies else 1
+        n_most = min(n_joint, budget // length) if limits.mixes else 1
         chosen = [(lanes[0], first)]
         for lane in lanes[1:]:
             if len(chosen) >= n_most:

@@ -21,7 +21,8 @@ from orchestrator.errors import ConfigError, InvalidArgument
 from orchestrator.models.demo import ensure_demo
 from orchestrator.models.inspect import ModelFile, inspect
 from orchestrator.pool.pool import Budgets
-from orchestrator.runtime.llama import Settings, n_cores, open_llama
+from orchestrator.runtime.exact import SINGLE
+from orchestrator.runtime.llama import LlamaRuntime, Settings, n_cores, open_llama
 from orchestrator.runtime.protocol import Limits, Runtime, Sampling
 from orchestrator.text.template import ChatTemplate
 
@@ -34,7 +35,6 @@ N_CONTEXT_MOST = 1 << 24
 N_SEQUENCES_MOST = 32
 N_LANES_MOST = 64
 N_GPU_LAYERS_MOST = 1 << 16
-N_SEQUENCES_EXACT_LEAST = 2  # a lone lane may need a neighbour to be evaluated with
 _SPARES_LEAST = 3  # a turn keeps its turn, resend and reply points
 _STATE_SHARE = 8  # an eighth of the memory that is available may go to recurrent states
 _EXPORT_SHARE = 8  # and as much to checkpoints in host memory
@@ -132,8 +132,7 @@ def _kernels(file: ModelFile, choices: Choices) -> Kernels:
     settings = _settings(file, choices)
     if not choices.exact:
         return steadied(file, settings)
-    n_lanes = max(N_SEQUENCES_EXACT_LEAST, choices.lanes or 1)
-    return Kernels(exacted(file, replace(settings, n_sequences=n_lanes)), exact=True)
+    return Kernels(exacted(file, replace(settings, n_sequences=choices.lanes or 1)), exact=True)
 
 
 def _merged(choices: Choices, spec: ModelSpec) -> Choices:
@@ -227,9 +226,14 @@ def _reading(template: ChatTemplate) -> ChatTemplate:
     return template
 
 
-def _notes(runtime: Runtime, template: ChatTemplate) -> tuple[str, ...]:
+def _notes(runtime: LlamaRuntime, template: ChatTemplate) -> tuple[str, ...]:
     """Return what a user should know of how the model was opened."""
     notes = []
+    if runtime.passes == SINGLE:
+        notes.append(
+            "exact: with these weights only single tokens give the same bits always, so prompts "
+            "are read as slowly as replies are written; a quantised file does not have that"
+        )
     n_context, trained = runtime.limits.n_context, runtime.model.n_context_train
     if template.is_fallback:
         notes.append(
