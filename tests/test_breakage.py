@@ -292,6 +292,14 @@ def test_what_waiting_requests_share_is_remembered_only_while_a_lane_runs() -> N
     assert not hasattr(waiting[0].ticket, "shared")
 
 
+def test_nobody_waits_for_a_prefix_that_a_lane_is_not_going_to_keep() -> None:
+    simulation = Simulation(n_batch=16, options=Options(n_lanes=2))
+    for one_off in (True, False):
+        Asked(simulation, request("s" * 200 + "<a>", one_off=one_off, max_tokens=1))
+    simulation.run()
+    assert simulation.core.counters.waited == 0
+
+
 def test_a_stream_whose_watcher_raises_still_ends_and_so_do_the_others() -> None:
     with _engine() as engine:
         streams = [engine.complete("x" * 40, max_tokens=2000) for _ in range(3)]
