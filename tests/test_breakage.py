@@ -22,7 +22,7 @@ from orchestrator.errors import (
     StateRefused,
 )
 from orchestrator.pool.eviction import OF_ONE_TURN, SHARED
-from orchestrator.pool.pool import Budgets
+from orchestrator.pool.plans import Budgets
 from orchestrator.runtime.protocol import Limits, MemoryKind
 from orchestrator.runtime.simulated import SimulatedRuntime
 

@@ -14,7 +14,7 @@ from orchestrator.engine.request import Event, Finished, Outcome, Prefilling, Re
 from orchestrator.engine.ticket import Ticket
 from orchestrator.errors import BackendError, DecodeFailed, OrchestratorError, PromptTooLong
 from orchestrator.pool.placement import RESEND_GAP
-from orchestrator.pool.pool import Budgets
+from orchestrator.pool.plans import Budgets
 from orchestrator.runtime.protocol import MemoryKind
 from orchestrator.runtime.simulated import FailingRuntime
 

@@ -26,7 +26,7 @@ from orchestrator.errors import (
     OrchestratorError,
     PromptTooLong,
 )
-from orchestrator.pool.pool import Budgets
+from orchestrator.pool.plans import Budgets
 from orchestrator.runtime.protocol import Chunk, Limits, Runtime
 from orchestrator.runtime.simulated import SimulatedRuntime
 

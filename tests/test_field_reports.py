@@ -26,7 +26,7 @@ from orchestrator.engine.request import PRIORITIES, Outcome, Request, Sampling, 
 from orchestrator.engine.scheduler import Patience
 from orchestrator.engine.stream import Stream
 from orchestrator.errors import Busy
-from orchestrator.pool.pool import Budgets
+from orchestrator.pool.plans import Budgets
 from orchestrator.runtime.protocol import Chunk, Limits, MemoryKind
 from orchestrator.runtime.simulated import Cost, ManualClock, SimulatedRuntime
 

@@ -27,7 +27,7 @@ from orchestrator.engine.core import Options
 from orchestrator.pool.book import Book
 from orchestrator.pool.checkpoint import Checkpoint
 from orchestrator.pool.index import pack
-from orchestrator.pool.pool import Budgets
+from orchestrator.pool.plans import Budgets
 from orchestrator.runtime.protocol import MemoryKind
 from orchestrator.text.bytes import ByteTokenizer
 from orchestrator.text.codec import ChatCodec

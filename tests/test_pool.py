@@ -9,7 +9,8 @@ from orchestrator.pool.checkpoint import Checkpoint, Kind, Stop
 from orchestrator.pool.index import pack
 from orchestrator.pool.ledger import Ledger
 from orchestrator.pool.placement import RESEND_GAP, place
-from orchestrator.pool.pool import Admission, Budgets, Claim, Pool
+from orchestrator.pool.plans import Admission, Budgets, Claim
+from orchestrator.pool.pool import Pool
 
 
 class Hands:

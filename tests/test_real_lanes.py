@@ -23,7 +23,7 @@ from orchestrator.engine.request import Finished, Outcome, Priority, Request
 from orchestrator.errors import OrchestratorError
 from orchestrator.models.inspect import inspect
 from orchestrator.pool.index import common_length, pack
-from orchestrator.pool.pool import Budgets
+from orchestrator.pool.plans import Budgets
 from orchestrator.runtime.llama import LlamaRuntime, Settings
 from orchestrator.runtime.protocol import Chunk
 

@@ -16,7 +16,7 @@ from orchestrator.engine.core import Options
 from orchestrator.engine.request import Request
 from orchestrator.engine.scheduler import Patience
 from orchestrator.errors import Busy
-from orchestrator.pool.pool import Budgets
+from orchestrator.pool.plans import Budgets
 from orchestrator.runtime.protocol import Chunk, MemoryKind
 from orchestrator.runtime.simulated import Cost
 

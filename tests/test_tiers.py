@@ -12,7 +12,7 @@ from simulation import KINDS, request
 from orchestrator.engine.core import Options
 from orchestrator.engine.request import Request
 from orchestrator.errors import BackendError, DecodeFailed, PoolFull, StateRefused
-from orchestrator.pool.pool import Budgets
+from orchestrator.pool.plans import Budgets
 from orchestrator.runtime.protocol import MemoryKind
 from orchestrator.runtime.simulated import Cost
 

@@ -19,7 +19,7 @@ from orchestrator.engine.request import Event, Finished, Priority, Request
 from orchestrator.engine.scheduler import Patience
 from orchestrator.engine.ticket import Ticket
 from orchestrator.errors import DecodeFailed, OrchestratorError, StateRefused
-from orchestrator.pool.pool import Budgets
+from orchestrator.pool.plans import Budgets
 from orchestrator.runtime.protocol import MemoryKind
 from orchestrator.runtime.simulated import SimulatedRuntime
 

@@ -36,7 +36,7 @@ from orchestrator.errors import (
     PromptTooLong,
 )
 from orchestrator.pool.checkpoint import Kind, Stop
-from orchestrator.pool.pool import Budgets
+from orchestrator.pool.plans import Budgets
 from orchestrator.runtime.protocol import Chunk, Runtime
 from orchestrator.runtime.sampling import GrammarFailed
 

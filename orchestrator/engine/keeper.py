@@ -18,7 +18,8 @@ from orchestrator.engine.memory import Memory
 from orchestrator.engine.mover import Mover, Parcel
 from orchestrator.errors import InvalidArgument, PoolFull, StateRefused
 from orchestrator.pool.checkpoint import Checkpoint, Kind
-from orchestrator.pool.pool import Admission, Budgets, Export, Pool, Weights
+from orchestrator.pool.plans import Admission, Budgets, Export, Weights
+from orchestrator.pool.pool import Pool
 from orchestrator.runtime.protocol import Limits, Runtime
 
 log = logging.getLogger("orchestrator.engine")

@@ -31,7 +31,7 @@ from orchestrator.pool.book import Seed
 from orchestrator.pool.checkpoint import Checkpoint, Kind, Stop, Tier
 from orchestrator.pool.index import common_length
 from orchestrator.pool.placement import serving
-from orchestrator.pool.pool import Admission
+from orchestrator.pool.plans import Admission
 from orchestrator.runtime.protocol import Chunk, Sampler
 from orchestrator.text.detokenizer import Detokenizer
 from orchestrator.text.stops import StopStrings

@@ -20,7 +20,7 @@ from orchestrator.engine.scheduler import Patience
 from orchestrator.errors import ConfigError, InvalidArgument
 from orchestrator.models.demo import ensure_demo
 from orchestrator.models.inspect import ModelFile, inspect
-from orchestrator.pool.pool import Budgets
+from orchestrator.pool.plans import Budgets
 from orchestrator.runtime.exact import SINGLE
 from orchestrator.runtime.llama import LlamaRuntime, Settings, n_cores, open_llama
 from orchestrator.runtime.protocol import Limits, Runtime, Sampling

@@ -26,7 +26,7 @@ from orchestrator.engine.sharing import Sharing
 from orchestrator.engine.ticket import Clock, Ticket
 from orchestrator.errors import PoolFull
 from orchestrator.pool.checkpoint import Checkpoint, Kind
-from orchestrator.pool.pool import Admission, Budgets, Claim
+from orchestrator.pool.plans import Admission, Budgets, Claim
 from orchestrator.runtime.protocol import Runtime, Sampling
 
 _QUANTUM = 0.1

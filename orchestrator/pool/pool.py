@@ -19,146 +19,29 @@ their budgets; what a lease holds stays.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
 
 from orchestrator.errors import InvalidArgument
 from orchestrator.pool.book import Book, Seed
-from orchestrator.pool.checkpoint import Checkpoint, Conversation, Kind, Stop
+from orchestrator.pool.checkpoint import Checkpoint, Conversation, Kind
 from orchestrator.pool.eviction import fewest, leaving_order
 from orchestrator.pool.ledger import Ledger
 from orchestrator.pool.placement import place
-
-_TOKEN_WIDTH = 4
+from orchestrator.pool.plans import (
+    TOKEN_WIDTH,
+    Admission,
+    Budgets,
+    Claim,
+    Export,
+    Keep,
+    Release,
+    Weights,
+)
 
 EXPORT_LEAST = 16
 """Tokens that a checkpoint must save to be moved to host memory and back rather than read again.
 
 The break-even length on the demo model (`tests/bench_tiers.py` prints it for any model).
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Budgets:
-    """What checkpoints may take.
-
-    `resident_cells` of the pool, lanes included (None: all of them); `exported_bytes` and
-    `exported_tokens` of host memory (None: tokens are not counted); `history`: how many
-    superseded turn and reply checkpoints may stay while nothing else wants their room.
-    """
-
-    resident_cells: int | None = None
-    exported_bytes: int = 0
-    exported_tokens: int | None = None
-    history: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("resident_cells", "exported_bytes", "exported_tokens", "history"):
-            value = getattr(self, name)
-            if value is None and name in ("resident_cells", "exported_tokens"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise InvalidArgument(f"{name} is {value!r}, must be a whole number of 0 or more")
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Bytes of host memory an exported checkpoint takes: an upper bound, `state` + `cell`/token."""
-
-    state: int = 0
-    cell: int = 0
-
-    def of(self, length: int) -> int:
-        """Return the bytes of a checkpoint of `length` tokens."""
-        return self.state + self.cell * length
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What a request asks of the pool.
-
-    `path` is its packed prompt, `turn` and `base` the lengths where its input and its system block
-    end (0: none). `reserve` cells beyond the prompt must be free as well: for the reply, and for
-    what running lanes still need. `reuses`: may start from a checkpoint; `keeps`: may leave some.
-    `own` is what a request that may not reuse starts from all the same: its own state, preempted.
-    """
-
-    path: bytes
-    turn: int = 0
-    base: int = 0
-    conversation: Conversation | None = None
-    reserve: int = 0
-    reuses: bool = True
-    keeps: bool = True
-    own: Seed | None = None
-
-    @property
-    def length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.path) // _TOKEN_WIDTH
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """How a request gets a lane.
-
-    Evict `evicted`; then, with a seed, copy it to `sequence` (or import it there, where it is
-    exported), or cut it in place where `sequence` is the seed's own (no other was to be had, so
-    the lane takes the checkpoint over).
-    """
-
-    sequence: int
-    seed: Seed | None
-    evicted: tuple[Checkpoint, ...]
-    stops: tuple[Stop, ...]
-    conversation: Conversation
-    serial: int
-    keeps: bool = True
-    turn: Checkpoint | None = None
-    has_turn: bool = True
-
-    @property
-    def takes_over(self) -> bool:
-        """Whether the lane lives in the seed's own sequence."""
-        return self.seed is not None and self.seed.checkpoint.sequence == self.sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Evict `evicted`, copy the lane to the checkpoint's sequence, then tell `kept`.
-
-    A checkpoint without a sequence is saved to host memory at once.
-    """
-
-    checkpoint: Checkpoint
-    evicted: tuple[Checkpoint, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """A lane ends. Without a checkpoint its sequence is cleared; a checkpoint takes the sequence
-    over, or the lane is copied to the checkpoint's own (or saved, where it has none) and cleared.
-
-    `evicted` are checkpoints that the new one makes pointless, or that make room for it. `heads`:
-    the next turn will start from it, there being no turn point.
-    """
-
-    sequence: int
-    checkpoint: Checkpoint | None
-    evicted: tuple[Checkpoint, ...] = ()
-    heads: bool = False
-
-    def with_checkpoint(self, checkpoint: Checkpoint | None) -> Release:
-        """Return what was really done, where saving the state came to nothing."""
-        return replace(self, checkpoint=checkpoint)
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """Drop `evicted` from host memory, then move `checkpoint` there; at most `n_bytes`."""
-
-    checkpoint: Checkpoint
-    evicted: tuple[Checkpoint, ...]
-    n_bytes: int
 
 
 class Pool:
@@ -269,7 +152,7 @@ class Pool:
         """Return the checkpoint that the next turn of a claim's chat will start from."""
         if not (claim.turn and claim.keeps):
             return None
-        reached = self.book.within(claim.path[: claim.turn * _TOKEN_WIDTH])
+        reached = self.book.within(claim.path[: claim.turn * TOKEN_WIDTH])
         return next((c for c in reached if c.length == claim.turn), None)
 
     def _chat(self, claim: Claim, seed: Seed | None) -> Conversation:
@@ -571,5 +454,5 @@ class Pool:
     def _checkpoint(
         self, sequence: int | None, path: bytes, kind: Kind, admission: Admission
     ) -> Checkpoint:
-        length = len(path) // _TOKEN_WIDTH
+        length = len(path) // TOKEN_WIDTH
         return Checkpoint(path, length, kind, admission.conversation, admission.serial, sequence)
