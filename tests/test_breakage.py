@@ -418,3 +418,36 @@ def test_a_wrong_size_is_refused_when_it_is_given(kind: Any, name: str, value: o
 def test_what_names_no_model_is_refused_in_words(model: Any) -> None:
     with pytest.raises(InvalidArgument, match="give a name"):
         Engine.open(model)
+
+
+# ---- the last moment before a lane, and a budget that goes -------------------------------------
+
+
+@pytest.mark.parametrize("memory", KINDS)
+def test_a_preempted_state_in_host_memory_leaves_when_its_budget_does(memory: MemoryKind) -> None:
+    simulation = Simulation(
+        memory, n_sequences=2, n_context=600, n_cells=600, options=Options(budgets=MEMORY)
+    )
+    background = Asked(simulation, request("b" * 300, priority="background", max_tokens=60))
+    while simulation.core.counters.sampled < 20:
+        steps(simulation, 1)
+    for name in "cd":
+        Asked(simulation, request(name * 500, priority="interactive", max_tokens=30))
+    while simulation.core.occupancy().paused == 0:
+        steps(simulation, 1)
+    steps(simulation, 3)
+    simulation.core.resize(Budgets())
+    simulation.check()
+    assert simulation.core.occupancy().exported_bytes == 0
+    simulation.run()
+    assert background.outcome.tokens == cold(request("b" * 300, max_tokens=60), memory).tokens
+
+
+def test_a_request_cancelled_while_it_gets_its_lane_never_runs() -> None:
+    simulation = Simulation(options=Options(n_lanes=2))
+    asked = Asked(simulation, request("x" * 50))
+    asked.ticket.is_answered = True  # as its canceller does between the reaping and the seating
+    simulation.core._seats.admit()
+    assert not simulation.core._seats.lanes
+    assert simulation.core.is_idle
+    assert simulation.core.counters.requests == 0
