@@ -381,7 +381,8 @@ def test_a_system_text_that_moves_stands_before_the_words_it_moved_to() -> None:
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
         "<|im_start|>user\nBe brief. "
     )
-    assert spans(codec_of(SOURCES["in first"]), SYSTEM, user("a"))[0].endswith("Be brief. ")
+    parts = spans(codec_of(SOURCES["in first"]), SYSTEM, user("a"))  # alone it is not shown at all
+    assert parts == ["", "<|im_start|>user\nBe brief. a<|im_end|>\n"]
 
 
 def test_several_system_messages_have_an_end_each() -> None:
