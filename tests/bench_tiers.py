@@ -21,8 +21,8 @@ from orchestrator.pool.checkpoint import Checkpoint
 from orchestrator.pool.index import pack
 from orchestrator.runtime.protocol import Chunk
 
-ROUNDS = 5
-LENGTHS = (16, 64, 256, 1024, 2000)
+ROUNDS = 3
+LENGTHS = (16, 64, 256, 1024)
 
 
 def main(model: str = DEMO) -> None:

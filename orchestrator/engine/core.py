@@ -8,7 +8,8 @@ in a step the pace's; this module only asks them in turn:
 
 A step makes at most two kinds of decode call: one token for every lane that speaks, then equal
 chunks of the prompts of those that read. llama.cpp would cut a mixed call into equal-length
-pieces anyway (`tests/bench_lanes.py` has the figures).
+pieces anyway: on the demo model and two cores a mixed call took 0.90 to 1.11 of separate ones, a
+joint one for prompts 0.84 to 1.08 (`tests/bench_lanes.py`), so calls are kept apart and short.
 """
 
 from __future__ import annotations

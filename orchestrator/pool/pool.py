@@ -40,7 +40,8 @@ from orchestrator.pool.plans import (
 EXPORT_LEAST = 16
 """Tokens that a checkpoint must save to be moved to host memory and back rather than read again.
 
-The break-even length on the demo model (`tests/bench_tiers.py` prints it for any model).
+The demo model breaks even at about 4 (`tests/bench_tiers.py` prints it for any model); host memory
+is worth more than that.
 """
 
 
