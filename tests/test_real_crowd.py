@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from real import open_runtime, path_of
-from scenarios import words
+from scenarios import Talk, converse, words
 from simulation import request
 from test_real_lanes import NEAR_TIE, Cold, lanes, real
 
@@ -141,3 +141,52 @@ def test_of_several_parked_chats_the_longest_match_wins_and_none_is_none(model: 
         assert answer.cached == 260
         (answer,) = front.ask_all([request(words("stranger", 80))])
         assert answer.cached == 0
+
+
+@pytest.mark.parametrize("model", ["lfm2", "mamba2", "llama"])
+def test_r15_side_requests_between_turns_leave_a_chat_warm_and_keep_nothing(model: str) -> None:
+    with real(model, lanes(1), n_sequences=4, n_context=1024) as front:
+        talk = Talk(words("head", 400))
+        converse(front, [talk], 1)
+        held = front.core.occupancy().checkpoints
+        for name in ("title", "tags"):
+            side = request(words(name, 120), turn=100, max_tokens=6, one_off=True)
+            front.ask_all([side])
+        assert front.core.occupancy().checkpoints == held
+        converse(front, [talk], 1)
+
+
+@pytest.mark.parametrize("model", ["lfm2", "mamba2", "llama"])
+@pytest.mark.parametrize("n_lanes", [1, 2])
+def test_r21_a_second_request_lets_the_first_stream_go_on(model: str, n_lanes: int) -> None:
+    with real(model, lanes(n_lanes), n_sequences=6, n_context=1024, n_cells=2048) as front:
+        first = front.submit(request(words("first", 60), max_tokens=60))
+        front.step_until(lambda: front.core.counters.sampled >= 10)
+        second = front.submit(request(words("second", 90), max_tokens=20))
+        front.run()
+        for answer in (first, second):
+            front.compare(answer)
+
+
+@pytest.mark.parametrize("model", ["lfm2", "mamba2", "llama"])
+def test_r23_whenever_a_client_goes_the_next_request_is_right(model: str) -> None:
+    with real(model, lanes(1), n_sequences=6, n_context=1024, n_batch=64) as front:
+        for steps in (0, 1, 2, 4, 7, 11, 14):
+            gone = front.submit(request(words(f"gone {steps}", 200), turn=190, max_tokens=12))
+            front.step(steps)
+            gone.cancel()
+            front.ask_all([request(words(f"next {steps}", 40))])
+
+
+@pytest.mark.parametrize("model", ["lfm2", "mamba2", "rwkv7", "llama"])
+@pytest.mark.parametrize("n_batch", [8, 32, 512])
+@pytest.mark.parametrize("n_ubatch", [8, 32, 512])
+def test_r38_prompts_around_the_batch_are_right_thrice(
+    model: str, n_batch: int, n_ubatch: int
+) -> None:
+    sizes = {"n_sequences": 4, "n_context": 1024, "n_batch": n_batch, "n_ubatch": n_ubatch}
+    with real(model, lanes(1), **sizes) as front:
+        for length in {1, n_batch - 1, n_batch, n_batch + 1, min(3 * n_batch + 1, 900)}:
+            asked = request(words(f"{length}", length), max_tokens=4)
+            for _ in range(3):
+                front.ask_all([asked])
