@@ -209,6 +209,53 @@ def test_a_speaking_lane_waits_for_one_slice_at_most(memory: MemoryKind) -> None
     simulated.compare(answer)
 
 
+@every_sliced_kind
+def test_a_state_saved_from_a_running_lane_holds_nobody_up(memory: MemoryKind) -> None:
+    """No sequence is to spare, so the turn's state goes from the lane to host memory."""
+    cost = Cost(call=0.01, token=0.0001, moved=0.0001)
+    simulated = front(memory, 2, n_sequences=2, cell_bytes=WIDE, cost=cost)
+    speaker(simulated)
+    history = words("chat", 2000)
+    asked = request([*history, *b"<assistant>"], turn=2000, conversation="chat")
+    log = Log(simulated, "decode")
+    answer = simulated.submit(asked)
+    simulated.step_until(lambda: answer.is_over)
+    gaps = [later[1] - earlier[1] for earlier, later in pairwise(log.calls)]
+    assert max(gaps) <= 0.0101 + 256 * 0.0001 + 0.0064
+    simulated.compare(answer)
+    assert simulated.core.counters.exported_checkpoints == (memory != "attention")
+    following = request([*history, *words("next", 30)], turn=2020, conversation="chat")
+    (answer,) = [simulated.submit(following)]
+    simulated.step_until(lambda: answer.is_over)
+    simulated.check_reused(answer, 2000)
+    simulated.compare(answer)
+
+
+@pytest.mark.parametrize("what", ["cancel", "fail", "resize", "save fails"])
+def test_a_save_that_is_broken_off_leaves_nothing_behind(what: str) -> None:
+    simulated = front("hybrid", 2, n_sequences=2, cell_bytes=WIDE)
+    speaker(simulated)
+    log = Log(simulated, "save_rows")
+    asked = request([*words("chat", 1000), *b"<assistant>"], turn=1000)
+    answer = simulated.submit(asked)
+    simulated.step_until(lambda: len(log.calls) == 4)
+    if what == "cancel":
+        answer.cancel()
+    elif what == "fail":
+        simulated.simulation.runtime.fails_next = DecodeFailed("llama_decode failed with -3")
+    elif what == "resize":
+        simulated.core.resize(Budgets())
+    else:
+        simulated.simulation.runtime.fails_next_save = StateRefused("rows", "too few")
+    simulated.step_until(lambda: answer.is_over)
+    assert not simulated.core._keeper.mover.is_busy
+    assert simulated.core._keeper.pool.exported_bytes == 0
+    if what in ("resize", "save fails"):
+        simulated.compare(answer)
+    simulated.run()
+    simulated.ask_all([asked])
+
+
 @every_kind
 def test_a_state_moves_at_once_while_nobody_speaks(memory: MemoryKind) -> None:
     simulated = front(memory, n_sequences=2, cell_bytes=WIDE)

@@ -235,7 +235,7 @@ class Core:
         """Move a slice of what is on its way; all of it where nobody would notice."""
         mover = self._keeper.mover
         mover.advance()
-        while mover.is_busy and not any(lane.is_ready for lane in self._seats.lanes):
+        while mover.is_busy and not any(lane.may_advance for lane in self._seats.lanes):
             mover.advance()
         for lane in self._seats.lanes:
             if lane.owed is not None and self._keeper.keep(lane, lane.owed.kind):

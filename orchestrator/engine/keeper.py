@@ -18,7 +18,7 @@ from orchestrator.engine.memory import Memory
 from orchestrator.engine.mover import Mover, Parcel
 from orchestrator.errors import InvalidArgument, PoolFull, StateRefused
 from orchestrator.pool.checkpoint import Checkpoint, Kind
-from orchestrator.pool.plans import Admission, Budgets, Export, Weights
+from orchestrator.pool.plans import Admission, Budgets, Export, Keep, Weights
 from orchestrator.pool.pool import Pool
 from orchestrator.runtime.protocol import Limits, Runtime
 
@@ -35,6 +35,7 @@ class Keeper:
         self.memory = Memory(runtime)
         self.mover = Mover(self.memory)
         self._counters = counters
+        self._saves: dict[int, Keep] = {}  # what goes to host memory from a lane, by sequence
         limits, kind = runtime.limits, runtime.model.memory
         self._divisible = kind == "attention" and limits.copies
         self.pool = Pool(
@@ -112,6 +113,7 @@ class Keeper:
     def lose(self) -> None:
         """Empty every sequence; what is in host memory stays."""
         self.mover.reset()
+        self._saves.clear()
         self.memory.reset()
         for checkpoint in self.pool.lose():
             self.mover.forget(checkpoint)
@@ -120,6 +122,8 @@ class Keeper:
     def resize(self, budgets: Budgets) -> None:
         """Take other budgets and make what is there fit them."""
         self.pool.budgets = budgets
+        for sequence in list(self._saves):
+            self._stop_saving(sequence)
         for checkpoint in self.pool.moving:
             self.mover.forget(checkpoint)
             self.pool.stayed(checkpoint)
@@ -199,6 +203,7 @@ class Keeper:
 
         A lane that `parks` goes on later: its state is kept even if the request keeps none.
         """
+        self._stop_saving(lane.sequence)
         if not lane.is_ready:
             self._abandon(lane)
             kind = None
@@ -250,23 +255,50 @@ class Keeper:
     def keep(self, lane: Lane, kind: Kind, length: int | None = None) -> bool:
         """Keep the state of a lane where it stands, or of its first `length` rows.
 
-        Returns False while what has to leave for it is on its way: the lane must not go on, ask
-        again after the next slice. True does not say that it was worth keeping.
+        Returns False while what has to leave for it, or the state itself, is on its way: the lane
+        must not go on, ask again after the next slice. True does not say that it was worth it.
         """
+        if lane.sequence in self._saves:
+            return False
         path = lane.path if length is None else lane.known[: 4 * length]
         plan = self.pool.plan_keep(lane.admission, path, kind)
-        if plan is None:
+        if plan is None or (plan.checkpoint.sequence is None and path != lane.path):
             return True
         if not self.clear_way(plan.evicted):
             return False
         if plan.checkpoint.sequence is None:
-            checkpoint = self._saved(plan.checkpoint, lane.sequence)
-        else:
-            checkpoint = self._copied(plan.checkpoint, lane.sequence)
-        if checkpoint is not None:
+            self._begin_saving(lane, plan)
+            return False
+        if self._copied(plan.checkpoint, lane.sequence) is not None:
             self.pool.kept(plan)
             self._counters.kept_checkpoints += 1
         return True
+
+    def _begin_saving(self, lane: Lane, plan: Keep) -> None:
+        """Move a lane's state to host memory, slice by slice; the lane goes on afterwards."""
+        sequence = lane.sequence
+
+        def arrived(parcel: Parcel | None) -> None:
+            del self._saves[sequence]
+            lane.owed = None
+            if parcel is None:
+                self.pool.unsaved(plan)
+                return
+            plan.checkpoint.n_bytes = parcel.n_bytes
+            self.pool.kept(plan)
+            self._counters.kept_checkpoints += 1
+            self._counters.exported_checkpoints += 1
+
+        self.pool.saving(plan)
+        self._saves[sequence] = plan
+        self.mover.begin_export(plan.checkpoint, sequence, arrived)
+
+    def _stop_saving(self, sequence: int) -> None:
+        """Drop what of a lane's state is on its way to host memory."""
+        plan = self._saves.pop(sequence, None)
+        if plan is not None:
+            self.mover.forget(plan.checkpoint)
+            self.pool.unsaved(plan)
 
     def forget(self, conversation: str) -> None:
         """Give up what a conversation alone kept or used, also what is on its way out."""

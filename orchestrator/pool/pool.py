@@ -76,6 +76,7 @@ class Pool:
         self._free = set(range(n_sequences))
         self._lanes: set[int] = set()
         self._moving: dict[Checkpoint, int] = {}  # bytes reserved for what is on its way out
+        self._saving: dict[Checkpoint, int] = {}  # bytes reserved for what goes there from a lane
         self._arriving: dict[int, int] = {}  # tokens that an import brings to a lane's sequence
         self._serial = 0
 
@@ -99,12 +100,14 @@ class Pool:
     @property
     def exported_bytes(self) -> int:
         """Host memory of exported checkpoints, those still on their way out included."""
-        return self.book.exported_bytes + sum(self._moving.values())
+        under_way = sum(self._moving.values()) + sum(self._saving.values())
+        return self.book.exported_bytes + under_way
 
     @property
     def exported_tokens(self) -> int:
         """Tokens of exported checkpoints, those still on their way out included."""
-        return self.book.exported_tokens + sum(c.length for c in self._moving)
+        under_way = sum(c.length for c in (*self._moving, *self._saving))
+        return self.book.exported_tokens + under_way
 
     # ---- admission ----------------------------------------------------------------------------
 
@@ -179,9 +182,18 @@ class Pool:
         checkpoint = self._checkpoint(sequence, path, kind, admission)
         return Keep(checkpoint, (*leaving, *room))
 
+    def saving(self, keep: Keep) -> None:
+        """Note that a state is on its way from its lane to host memory, until `kept`."""
+        self._saving[keep.checkpoint] = keep.checkpoint.n_bytes
+
+    def unsaved(self, keep: Keep) -> None:
+        """Note that a state on its way from its lane goes no further."""
+        self._saving.pop(keep.checkpoint, None)
+
     def kept(self, keep: Keep) -> None:
         """Note that a checkpoint now stands where it was planned."""
         checkpoint = keep.checkpoint
+        self.unsaved(keep)
         if checkpoint.sequence is not None:
             self._free.remove(checkpoint.sequence)
         self._enter(checkpoint)
@@ -348,6 +360,7 @@ class Pool:
         self._free |= self._lanes
         self._lanes.clear()
         self._arriving.clear()
+        self._saving.clear()
         for checkpoint in self.checkpoints:
             checkpoint.leases = 0
         return lost

@@ -407,6 +407,7 @@ class FailingRuntime(SimulatedRuntime):
     fails_next: BackendError | None = None
     fails_next_copy: BackendError | None = None
     fails_next_restore: BackendError | None = None
+    fails_next_save: BackendError | None = None
     scrubbed: tuple[int, ...] = ()
 
     def scrub(self, sequence: int) -> None:
@@ -420,6 +421,13 @@ class FailingRuntime(SimulatedRuntime):
         if failure is not None:
             raise failure
         super().copy(source, target, length)
+
+    def save_rows(self, sequence: int, start: int, end: int, tokens: Sequence[int]) -> bytes:
+        """Fail once if told to, else save."""
+        failure, self.fails_next_save = self.fails_next_save, None
+        if failure is not None:
+            raise failure
+        return super().save_rows(sequence, start, end, tokens)
 
     def _open(
         self, sequence: int, form: bytes, start: int, blob: bytes, tokens: Sequence[int]
