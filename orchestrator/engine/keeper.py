@@ -9,7 +9,7 @@ Invariant: between two calls every sequence holds exactly what the pool says it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from orchestrator.engine.counters import Counters
@@ -17,9 +17,10 @@ from orchestrator.engine.lane import Lane
 from orchestrator.engine.memory import Memory
 from orchestrator.engine.mover import Mover, Parcel
 from orchestrator.errors import InvalidArgument, PoolFull, StateRefused
-from orchestrator.pool.checkpoint import Checkpoint, Kind
-from orchestrator.pool.plans import Admission, Budgets, Export, Keep, Weights
-from orchestrator.pool.pool import Pool
+from orchestrator.pool.checkpoint import Checkpoint, Holder, Kind
+from orchestrator.pool.book import Seed
+from orchestrator.pool.plans import Admission, Budgets, Export, Fold, Keep, Weights
+from orchestrator.pool.pool import Forms, Pool
 from orchestrator.runtime.protocol import Limits, Runtime
 
 log = logging.getLogger("orchestrator.engine")
@@ -31,7 +32,9 @@ _ROW_FRAME = 32  # ids, positions and a share of a slice's header, per token
 class Keeper:
     """Checkpoints as they are kept, moved and given up; see the module's head."""
 
-    def __init__(self, runtime: Runtime, budgets: Budgets, counters: Counters) -> None:
+    def __init__(
+        self, runtime: Runtime, budgets: Budgets, counters: Counters, n_lanes: int = 1
+    ) -> None:
         self.memory = Memory(runtime)
         self.mover = Mover(self.memory)
         self._counters = counters
@@ -41,11 +44,15 @@ class Keeper:
         self.pool = Pool(
             limits.n_sequences,
             self.memory.ledger,
-            divisible=kind == "attention",
+            forms=Forms(
+                divisible=kind == "attention",
+                resident=limits.copies,
+                low_lanes=kind == "recurrent" and limits.copies,
+                snapshots=limits.snapshots,
+                spares_first=n_lanes == 1,
+            ),
             budgets=budgets,
-            weights=_weights(limits),
-            resident=limits.copies,
-            low_lanes=kind == "recurrent" and limits.copies,
+            weights=_weights(limits, self.mover.slice),
         )
 
     @property
@@ -56,59 +63,109 @@ class Keeper:
     # ---- what leaves --------------------------------------------------------------------------
 
     def drop(self, checkpoints: Iterable[Checkpoint], *, scrub: bool = False) -> None:
-        """Give checkpoints up for good."""
+        """Give checkpoints up for good, and the rows that no other one needs."""
+        holders = {}
         for checkpoint in list(checkpoints):
             self.mover.forget(checkpoint)
-            if checkpoint.sequence is not None:
-                empty = self.memory.scrub if scrub else self.memory.clear
-                empty(checkpoint.sequence)
+            holders[checkpoint.holder] = None
             self.pool.drop(checkpoint)
             self._counters.evicted_checkpoints += 1
+        for holder in holders:
+            self._settle(holder, scrub=scrub)
+
+    def _settle(self, holder: Holder, *, scrub: bool = False) -> None:
+        """Let a holder keep the rows that its checkpoints need, and no others."""
+        sequence, longest = holder.sequence, holder.longest()
+        if holder.is_lane:
+            return
+        if sequence is None or not longest:
+            row_bytes = self.mover.trim(holder, longest)
+            if longest:
+                self.pool.trim(holder, row_bytes)
+        if sequence is not None and not longest:
+            (self.memory.scrub if scrub else self.memory.clear)(sequence)
+        elif sequence is not None:
+            self._strip(holder, sequence, longest)
+
+    def _strip(self, holder: Holder, sequence: int, length: int) -> None:
+        """Cut a resident holder to `length`; unless its state is still of use it loses that too."""
+        if any(checkpoint.is_live for checkpoint in holder.checkpoints):
+            return
+        if self.memory.is_complete(sequence):
+            self.memory.strip(sequence)
+        holder.is_whole, holder.length = False, length
+        if self.memory.ledger.length(sequence) > length:
+            self.memory.cut(sequence, length)
 
     def clear_way(self, checkpoints: Iterable[Checkpoint]) -> bool:
-        """Let checkpoints leave their sequences: to host memory if that is worth it.
+        """Let checkpoints leave their sequences: to rows that stay anyway, or to host memory.
 
         Returns False while some are on their way; ask again after the next slice. Nothing is
         given up before all that is to be moved has been.
         """
-        staying = [checkpoint for checkpoint in checkpoints if self._send(checkpoint) is None]
-        if self.mover.is_busy and any(self.mover.is_moving(c) for c in checkpoints):
+        leaving = {checkpoint: checkpoint.holder for checkpoint in checkpoints}
+        sent = [holder for holder in _whole_holders(leaving) if self._send(holder)]
+        if any(self.mover.is_moving(holder) for holder in sent):
             return False
-        self.drop(staying)
+        self._drop_stayed(leaving)
         return True
 
     def clear_now(self, checkpoints: Iterable[Checkpoint]) -> None:
         """Let checkpoints leave their sequences at once, without waiting for slices."""
-        for checkpoint in list(checkpoints):
-            if self._send(checkpoint) is not None:
-                self.mover.finish(checkpoint)
-            if checkpoint.sequence is not None and checkpoint in self.pool.checkpoints:
-                self.drop([checkpoint])
+        leaving = {checkpoint: checkpoint.holder for checkpoint in checkpoints}
+        for holder in _whole_holders(leaving):
+            if self._send(holder):
+                self.mover.finish(holder)
+        self._drop_stayed(leaving)
 
-    def _send(self, checkpoint: Checkpoint) -> Checkpoint | None:
-        """Start moving a checkpoint to host memory; None where it is not to go there."""
-        if checkpoint.sequence is None or self.mover.is_moving(checkpoint):
-            return checkpoint if self.mover.is_moving(checkpoint) else None
-        export = self.pool.plan_export(checkpoint)
+    def _drop_stayed(self, leaving: Mapping[Checkpoint, Holder]) -> None:
+        """Give up what was to leave its sequence and found no other place."""
+        there = self.pool.checkpoints
+        self.drop(
+            [c for c, holder in leaving.items() if c in there and c.holder is holder and c.sequence is not None]
+        )
+
+    def _send(self, holder: Holder) -> bool:
+        """Move a holder's checkpoints elsewhere, or begin to; False where they are not worth it."""
+        if holder.sequence is None:
+            return False
+        if self.mover.is_moving(holder):
+            return True
+        if len(holder.checkpoints) == 1 and self._fold(*holder.checkpoints):
+            return True
+        export = self.pool.plan_export(holder)
         if export is None:
-            return None
-        self._begin(export, checkpoint.sequence)
-        return checkpoint
+            return False
+        self._begin(export, holder.sequence)
+        return True
+
+    def _fold(self, checkpoint: Checkpoint) -> bool:
+        """Make a whole checkpoint a snapshot on rows that stay anyway, where there are some."""
+        fold, sequence = self.pool.plan_fold(checkpoint), checkpoint.sequence
+        if fold is None or sequence is None:
+            return False
+        self.drop(fold.evicted)
+        n_bytes = self.mover.take(checkpoint, sequence)
+        if n_bytes is None:
+            return False
+        self.memory.clear(sequence)
+        self.pool.folded(fold, n_bytes)
+        return True
 
     def _begin(self, export: Export, sequence: int) -> None:
-        checkpoint = export.checkpoint
+        holder = export.holder
         self.drop(export.evicted)
         self.pool.exporting(export)
 
         def arrived(parcel: Parcel | None) -> None:
             if parcel is None:
-                self.drop([checkpoint])
+                self.drop(list(holder.checkpoints))
                 return
             self.memory.clear(sequence)
-            self.pool.exported(checkpoint, parcel.n_bytes)
-            self._counters.exported_checkpoints += 1
+            self.pool.exported(holder, len(parcel.state), parcel.row_bytes)
+            self._counters.exported_checkpoints += len(holder.checkpoints)
 
-        self.mover.begin_export(checkpoint, sequence, arrived)
+        self.mover.begin_export(holder, sequence, arrived)
 
     def lose(self) -> None:
         """Empty every sequence; what is in host memory stays."""
@@ -124,14 +181,15 @@ class Keeper:
         self.pool.budgets = budgets
         for sequence in list(self._saves):
             self._stop_saving(sequence)
-        for checkpoint in self.pool.moving:
-            self.mover.forget(checkpoint)
-            self.pool.stayed(checkpoint)
+        for holder in self.pool.moving:
+            self.mover.stop(holder)
+            self.pool.stayed(holder)
         self.fit()
 
     def fit(self) -> None:
         """Let leave what no longer fits the budgets, now that nothing else holds it."""
         self._shrink()
+        self.drop(self.pool.plan_history())
         self.clear_now(self.pool.plan_room(0) or ())
 
     # ---- lanes come and go --------------------------------------------------------------------
@@ -149,7 +207,7 @@ class Keeper:
             seated(True)
         elif seed.checkpoint.sequence is None:
             self._import(admission, seed.checkpoint, seed.length, seated)
-        elif self._sow(admission, seed.checkpoint.sequence, seed.length):
+        elif self._sow(admission, seed):
             self.pool.admitted(admission)
             seated(True)
         else:
@@ -157,11 +215,29 @@ class Keeper:
             return False
         return True
 
-    def _sow(self, admission: Admission, source: int, length: int) -> bool:
+    def _sow(self, admission: Admission, seed: Seed) -> bool:
         """Put a resident checkpoint under a lane; False when it turns out to be of no use."""
-        if admission.takes_over:
-            return self._done(lambda: self.memory.cut(source, length))
-        return self._done(lambda: self.memory.copy(source, admission.sequence, length))
+        checkpoint, sequence = seed.checkpoint, admission.sequence
+        source = checkpoint.holder.sequence
+        if source is None:
+            return False
+        if checkpoint.is_live and admission.takes_over:
+            return self._done(lambda: self.memory.cut(sequence, seed.length))
+        if checkpoint.is_live:
+            return self._done(lambda: self.memory.copy(source, sequence, seed.length))
+        return self._done(lambda: self._lay(admission, checkpoint, source))
+
+    def _lay(self, admission: Admission, checkpoint: Checkpoint, source: int) -> None:
+        """Put a snapshot's rows and its state in the lane's sequence."""
+        sequence, length = admission.sequence, checkpoint.length
+        if sequence != source:
+            self.memory.copy_rows(source, sequence, length)
+        else:
+            self.drop(admission.overrun)
+            if self.memory.is_complete(sequence):
+                self.memory.strip(sequence)
+            self.memory.cut(sequence, length)
+        self.mover.put(checkpoint, sequence)
 
     def _done(self, change: Callable[[], None]) -> bool:
         """Change the memory; False when it refuses, which costs a checkpoint and nothing else."""
@@ -210,18 +286,36 @@ class Keeper:
         admission = replace(lane.admission, keeps=True) if parks else lane.admission
         plan = self.pool.plan_release(admission, lane.path, kind)
         self.drop(plan.evicted)
-        checkpoint, sequence = plan.checkpoint, plan.sequence
-        if checkpoint is not None and checkpoint.sequence is None:
-            checkpoint = self._saved(checkpoint, sequence)
-        elif checkpoint is not None and checkpoint.sequence != sequence:
-            checkpoint = self._copied(checkpoint, sequence)
-        if checkpoint is None or checkpoint.sequence != sequence:
-            self.memory.clear(sequence)
-        self.pool.released(plan.with_checkpoint(checkpoint))
+        checkpoint, parcel = self._left_by(plan.checkpoint, plan.sequence)
+        n_bytes, row_bytes = (len(parcel.state), parcel.row_bytes) if parcel else (0, 0)
+        holder = self.pool.released(plan.with_checkpoint(checkpoint), n_bytes, row_bytes)
+        self._settle(holder)
+        self._merge(holder)
         self._counters.kept_checkpoints += checkpoint is not None
         if not parks:  # a lane may pass the resident budget, what it leaves behind may not
+            self.drop(self.pool.plan_history())
             self.clear_now(self.pool.plan_room(0) or ())
         return checkpoint
+
+    def _left_by(
+        self, checkpoint: Checkpoint | None, sequence: int
+    ) -> tuple[Checkpoint | None, Parcel | None]:
+        """Let the state of an ending lane be where it is planned to; None where it is not."""
+        if checkpoint is None or checkpoint.sequence == sequence:
+            return checkpoint, None
+        if checkpoint.sequence is not None:
+            return self._copied(checkpoint, sequence), None
+        parcel = self.mover.save(checkpoint, sequence)
+        self._counters.exported_checkpoints += parcel is not None
+        return (checkpoint if parcel else None), parcel
+
+    def _merge(self, holder: Holder) -> None:
+        """Let one holder keep what several on its path did."""
+        for source, target in self.pool.plan_merges(holder):
+            sequence = source.sequence
+            self.pool.merged(source, target)
+            if sequence is not None:
+                self.memory.clear(sequence)
 
     def _abandon(self, lane: Lane) -> None:
         """Stop filling the sequence of a lane that ends before its seed stood."""
@@ -243,15 +337,6 @@ class Keeper:
         done = self._done(lambda: self.memory.copy(source, target, length))
         return checkpoint if done else None
 
-    def _saved(self, checkpoint: Checkpoint, sequence: int) -> Checkpoint | None:
-        """Save a lane's state to host memory; None when it could not be."""
-        parcel = self.mover.save(checkpoint, sequence)
-        if parcel is None:
-            return None
-        checkpoint.n_bytes = parcel.n_bytes
-        self._counters.exported_checkpoints += 1
-        return checkpoint
-
     def keep(self, lane: Lane, kind: Kind, length: int | None = None) -> bool:
         """Keep the state of a lane where it stands, or of its first `length` rows.
 
@@ -266,13 +351,26 @@ class Keeper:
             return True
         if not self.clear_way(plan.evicted):
             return False
+        self.drop(plan.dropped)
         if plan.checkpoint.sequence is None:
             self._begin_saving(lane, plan)
             return False
-        if self._copied(plan.checkpoint, lane.sequence) is not None:
-            self.pool.kept(plan)
-            self._counters.kept_checkpoints += 1
+        if plan.is_snapshot:
+            self._take(plan, lane.sequence)
+        elif self._copied(plan.checkpoint, lane.sequence) is not None:
+            self._kept(plan)
         return True
+
+    def _take(self, plan: Keep, sequence: int) -> None:
+        """Take a snapshot of a lane, on its own rows."""
+        n_bytes = self.mover.take(plan.checkpoint, sequence)
+        if n_bytes is not None:
+            self._kept(plan, n_bytes)
+
+    def _kept(self, plan: Keep, n_bytes: int = 0, row_bytes: int = 0) -> None:
+        self.pool.kept(plan, n_bytes, row_bytes)
+        self._counters.kept_checkpoints += 1
+        self.drop(self.pool.plan_history())
 
     def _begin_saving(self, lane: Lane, plan: Keep) -> None:
         """Move a lane's state to host memory, slice by slice; the lane goes on afterwards."""
@@ -284,14 +382,12 @@ class Keeper:
             if parcel is None:
                 self.pool.unsaved(plan)
                 return
-            plan.checkpoint.n_bytes = parcel.n_bytes
-            self.pool.kept(plan)
-            self._counters.kept_checkpoints += 1
+            self._kept(plan, len(parcel.state), parcel.row_bytes)
             self._counters.exported_checkpoints += 1
 
         self.pool.saving(plan)
         self._saves[sequence] = plan
-        self.mover.begin_export(plan.checkpoint, sequence, arrived)
+        self.mover.begin_saving(plan.checkpoint, sequence, arrived)
 
     def _stop_saving(self, sequence: int) -> None:
         """Drop what of a lane's state is on its way to host memory."""
@@ -303,9 +399,15 @@ class Keeper:
     def forget(self, conversation: str) -> None:
         """Give up what a conversation alone kept or used, also what is on its way out."""
         kept = self.pool.plan_forget(conversation)
-        self.drop(c for c in kept if c.leases == self.mover.is_moving(c))
+        self.drop([c for c in kept if not c.leases])
 
 
-def _weights(limits: Limits) -> Weights:
+def _whole_holders(checkpoints: Collection[Checkpoint]) -> list[Holder]:
+    """Return the holders all of whose checkpoints are among these."""
+    holders = dict.fromkeys(checkpoint.holder for checkpoint in checkpoints)
+    return [h for h in holders if all(c in checkpoints for c in h.checkpoints)]
+
+
+def _weights(limits: Limits, slice_: int) -> Weights:
     """Return what a saved state takes at most: its rows and its recurrent half, framed."""
-    return Weights(limits.state_bytes + _STATE_FRAME, limits.cell_bytes + _ROW_FRAME)
+    return Weights(limits.state_bytes + _STATE_FRAME, limits.cell_bytes + _ROW_FRAME, slice_)

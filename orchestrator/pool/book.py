@@ -4,7 +4,8 @@ The book only records; what to keep and what to give up is decided in `pool`. A 
 the prompt's own path in a radix tree and costs the same with ten checkpoints and ten thousand.
 
 Invariants: a path has at most one checkpoint in each tier; `latest` names, for every chat, the
-turn checkpoint of its newest turn; the exported totals are those of the exported checkpoints.
+turn checkpoint of its newest turn; the totals are those of what takes host memory: snapshots, and
+the rows and states of exported holders.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from orchestrator.pool.checkpoint import Checkpoint, Conversation
-from orchestrator.pool.eviction import LATEST_TURN, OF_ONE_TURN, SHARED, SUPERSEDED, Standing
-from orchestrator.pool.index import PrefixIndex
+from orchestrator.pool.checkpoint import Checkpoint, Conversation, Holder
+from orchestrator.pool.eviction import HISTORY, LATEST_TURN, OF_ONE_TURN, SHARED, Standing, worth
+from orchestrator.pool.index import PrefixIndex, Span
 
 _TOKEN_WIDTH = 4
 
@@ -40,6 +41,7 @@ class Book:
         self.exported_tokens = 0
         self.version = 0  # moves whenever a look-up may answer differently
         self._clock = 0
+        self._spans: tuple[int, dict[Checkpoint, Span]] = (-1, {})
 
     # ---- what there is ------------------------------------------------------------------------
 
@@ -62,7 +64,7 @@ class Book:
     def longest(self, prompt: bytes) -> Seed | None:
         """Return the longest start for a packed prompt that leaves a token to evaluate.
 
-        Of two equally long ones the resident one.
+        Of two equally long ones the one nearer at hand: whole, then resident, then exported.
         """
         most = len(prompt) // _TOKEN_WIDTH - 1
         if self._divisible:
@@ -70,11 +72,13 @@ class Book:
             length = min(shared, most)
             if length <= 0:
                 return None
-            return Seed(max(holders, key=lambda c: (c.sequence is not None, c.tick)), length)
-        found = None
+            return Seed(max(holders, key=lambda c: (_nearness(c), c.tick)), length)
+        found: Seed | None = None
         for length, checkpoint in self._index.prefixes(prompt):
+            if length > most:
+                break
             ties = found is not None and found.length == length
-            if length <= most and not (ties and checkpoint.sequence is None):
+            if not (ties and found and _nearness(checkpoint) <= _nearness(found.checkpoint)):
                 found = Seed(checkpoint, length)
         return found
 
@@ -96,33 +100,51 @@ class Book:
         )
 
     def _group(self, checkpoint: Checkpoint) -> int:
-        if checkpoint.is_superseded:
-            return SUPERSEDED
+        if checkpoint.is_superseded or checkpoint.is_history:
+            return HISTORY
         if self.is_latest_turn(checkpoint):
             return LATEST_TURN
         shared = checkpoint.is_common and len(checkpoint.users) > 1
         return SHARED if shared else OF_ONE_TURN
 
     def _replay(self, checkpoint: Checkpoint) -> int:
-        if self._divisible:
-            return checkpoint.length
-        lengths = [
-            length
-            for length, other in self._index.prefixes(checkpoint.path)
-            if other is not checkpoint and not other.is_superseded
-        ]
-        return checkpoint.length - max(lengths, default=0)
+        return checkpoint.length if self._divisible else self.spans()[checkpoint].before
+
+    def spans(self) -> dict[Checkpoint, Span]:
+        """Return where each checkpoint stands among those that are not superseded."""
+        version, spans = self._spans
+        if version != self.version:
+            spans = self._index.spans(lambda checkpoint: not checkpoint.is_superseded)
+            self._spans = self.version, spans
+        return spans
+
+    def history(self) -> list[Checkpoint]:
+        """Return what serves only those who go back, the least worth first.
+
+        Worth is reckoned among all that is kept, superseded or not, against recency.
+        """
+        spans = self._index.spans(lambda _: True)
+        old = [c for c in self.checkpoints if c.is_history]
+
+        def key(checkpoint: Checkpoint) -> tuple[float, int]:
+            age = self._clock - checkpoint.tick
+            return worth(spans[checkpoint]) / (age + 1), checkpoint.tick
+
+        return sorted(old, key=key)
 
     # ---- what changes -------------------------------------------------------------------------
 
     def add(self, checkpoint: Checkpoint) -> None:
-        """Enter a new checkpoint."""
+        """Enter a new checkpoint, in its holder as well."""
+        holder = checkpoint.holder
+        if not holder.checkpoints:
+            self._weigh_rows(holder, 1)
+        holder.checkpoints[checkpoint] = None
         self.checkpoints[checkpoint] = None
         self._of.setdefault(checkpoint.conversation, {})[checkpoint] = None
         self._index.add(checkpoint.path, checkpoint)
         self.version += 1
-        if checkpoint.sequence is None:
-            self._weigh(checkpoint, 1)
+        self.exported_bytes += checkpoint.n_bytes
         self.touch(checkpoint)
 
     def drop(self, checkpoint: Checkpoint) -> None:
@@ -134,20 +156,48 @@ class Book:
             del self._of[checkpoint.conversation]
         self._index.remove(checkpoint.path, checkpoint)
         self.version += 1
-        if checkpoint.sequence is None:
-            self._weigh(checkpoint, -1)
+        self.exported_bytes -= checkpoint.n_bytes
+        holder = checkpoint.holder
+        del holder.checkpoints[checkpoint]
+        if not holder.checkpoints:
+            self._weigh_rows(holder, -1)
         if self.is_latest_turn(checkpoint):
             del self.latest[checkpoint.conversation]
 
-    def move_out(self, checkpoint: Checkpoint, n_bytes: int) -> None:
-        """Note that a resident checkpoint now lives in `n_bytes` of host memory."""
-        checkpoint.sequence, checkpoint.n_bytes = None, n_bytes
-        self._weigh(checkpoint, 1)
+    def move_out(self, holder: Holder, n_bytes: int) -> None:
+        """Note that a holder's rows now lie in `n_bytes` of host memory."""
+        holder.sequence, holder.n_bytes = None, n_bytes
+        self._weigh_rows(holder, 1)
+        self.version += 1
+
+    def trim(self, holder: Holder, length: int, n_bytes: int) -> None:
+        """Note that an exported holder keeps `length` rows from now on."""
+        self._weigh_rows(holder, -1)
+        holder.length, holder.n_bytes = length, n_bytes
+        self._weigh_rows(holder, 1)
+
+    def save(self, checkpoint: Checkpoint, n_bytes: int, holder: Holder | None = None) -> None:
+        """Note that a checkpoint's own state now takes `n_bytes` of host memory.
+
+        With a `holder` its rows are kept by that one from now on.
+        """
+        self.exported_bytes += n_bytes - checkpoint.n_bytes
+        checkpoint.n_bytes, checkpoint.is_live = n_bytes, False
+        if holder is not None:
+            self.move(checkpoint, holder)
+
+    def move(self, checkpoint: Checkpoint, holder: Holder) -> None:
+        """Note that another resident holder keeps a checkpoint's rows."""
+        del checkpoint.holder.checkpoints[checkpoint]
+        holder.checkpoints[checkpoint] = None
+        checkpoint.holder = holder
         self.version += 1
 
     def touch(self, checkpoint: Checkpoint) -> None:
-        """Note a use."""
+        """Note a use, of all that stands on its way as well."""
         self._clock += 1
+        for passed in self.within(checkpoint.path):
+            passed.tick = self._clock
         checkpoint.tick = self._clock
 
     def outdated(self, conversation: Conversation, serial: int) -> list[Checkpoint]:
@@ -163,7 +213,14 @@ class Book:
         self.latest[turn.conversation] = turn
         for checkpoint in self.outdated(turn.conversation, turn.serial):
             checkpoint.is_superseded = True
+        self.version += 1
 
-    def _weigh(self, checkpoint: Checkpoint, sign: int) -> None:
-        self.exported_bytes += sign * checkpoint.n_bytes
-        self.exported_tokens += sign * checkpoint.length
+    def _weigh_rows(self, holder: Holder, sign: int) -> None:
+        if holder.sequence is None:
+            self.exported_bytes += sign * holder.n_bytes
+            self.exported_tokens += sign * holder.length
+
+
+def _nearness(checkpoint: Checkpoint) -> int:
+    """How little it takes to seed a lane from a checkpoint: 2 nothing, 1 a state, 0 its rows."""
+    return 0 if checkpoint.sequence is None else 1 + checkpoint.is_live

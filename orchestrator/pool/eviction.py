@@ -1,10 +1,18 @@
 """What leaves first when room is needed?
 
-    superseded  <  of one turn  <  shared prefixes  <  a chat's latest turn
+    history  <  of one turn  <  shared prefixes  <  a chat's latest turn
 
 and among equals what is worth least: the tokens that would have to be read again, divided by how
 long ago they were last of use. Use is counted on a logical tick, not on a clock; of two that are
 worth the same the one used longer ago leaves.
+
+Checkpoints form a tree, and a token is read again only from the nearest one above: so what stands
+close below another is worth little, and the last one on a long way all of it. History (states that
+only serve who goes back) is thinned by what it costs those who do: who leaves the path anywhere
+between a state and the next one reads from it.
+
+    ───●────────●──■──────────────●     ■ spares `before` tokens to everyone who leaves the path
+             before   after             within `after`; the product is its worth
 """
 
 from __future__ import annotations
@@ -13,8 +21,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from orchestrator.pool.checkpoint import Checkpoint
+from orchestrator.pool.index import Span
 
-SUPERSEDED, OF_ONE_TURN, SHARED, LATEST_TURN = range(4)
+HISTORY, OF_ONE_TURN, SHARED, LATEST_TURN = range(4)
+
+Rank = tuple[int, float, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +40,7 @@ class Standing:
     replay: int
     age: int
 
-    def rank(self) -> tuple[int, float, int]:
+    def rank(self) -> Rank:
         """Return the sort key."""
         return self.group, self.replay / (self.age + 1), -self.age
 
@@ -41,6 +52,11 @@ def leaving_order(
     return sorted(checkpoints, key=lambda checkpoint: standing(checkpoint).rank())
 
 
+def worth(span: Span) -> int:
+    """Return what a state of history spares those who go back, in tokens squared."""
+    return span.before * (span.before if span.after is None else span.after)
+
+
 def fewest(
     candidates: Sequence[Checkpoint], enough: Callable[[Sequence[Checkpoint]], bool]
 ) -> tuple[Checkpoint, ...] | None:
@@ -48,14 +64,15 @@ def fewest(
 
     Sharing makes this more than a prefix of the list: a checkpoint whose cells others hold frees
     nothing alone, so those that turn out not to matter are spared again, the most valuable first.
+    `enough` of some must be `enough` of more.
     """
-    victims: list[Checkpoint] = []
-    for candidate in candidates:
-        if enough(victims):
-            break
-        victims.append(candidate)
-    if not enough(victims):
+    if not enough(candidates):
         return None
+    low, high = 0, len(candidates)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(candidates[:middle]) else (middle + 1, high)
+    victims = list(candidates[:low])
     for spared in reversed(victims.copy()):
         rest = [victim for victim in victims if victim is not spared]
         if enough(rest):

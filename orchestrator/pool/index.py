@@ -8,7 +8,8 @@ number of entries and not a step per token.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 V = TypeVar("V", bound=Hashable)
@@ -35,6 +36,18 @@ def common_length(a: bytes, b: bytes) -> int:
         else:
             high = middle
     return low
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens between a value and its nearest neighbours that count.
+
+    `before`: to the next one up its path, or to the root, 0 where another is in the same place;
+    `after`: to the nearest one below it, None where there is none.
+    """
+
+    before: int
+    after: int | None
 
 
 class _Node(Generic[V]):
@@ -104,6 +117,33 @@ class PrefixIndex(Generic[V]):
                 return offset // _WIDTH + shared, list(_values(child))
             offset += len(child.edge)
             node = child
+
+    def spans(self, counts: Callable[[V], bool]) -> dict[V, Span]:
+        """Return where each value stands among those that `counts`; walks the tree once."""
+        found: dict[V, Span] = {}
+        nearest: dict[int, int] = {}  # node -> where the nearest counted one at or below it lies
+        for node, end, above in reversed(list(self._walk(counts))):
+            below = [nearest[id(c)] for c in node.children.values() if id(c) in nearest]
+            after = min(below) - end if below else None
+            counted = [value for value in node.values if counts(value)]
+            for value in node.values:
+                alone = not counted or counted == [value]
+                found[value] = Span(end - above if alone else 0, after)
+            if counted:
+                nearest[id(node)] = end
+            elif below:
+                nearest[id(node)] = min(below)
+        return found
+
+    def _walk(self, counts: Callable[[V], bool]) -> Iterator[tuple[_Node[V], int, int]]:
+        """Yield (node, where it ends, where the counted one above it ends), parents first."""
+        stack = [(self._root, 0, 0)]
+        while stack:
+            node, end, above = stack.pop()
+            yield node, end, above
+            if any(counts(value) for value in node.values):
+                above = end
+            stack.extend((c, end + len(c.edge) // _WIDTH, above) for c in node.children.values())
 
     def _fork(self, parent: _Node[V], child: _Node[V], rest: bytes) -> _Node[V]:
         """Return the node on `child`'s edge where `rest` leaves it, splitting the edge there."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.errors import InvalidArgument
 from orchestrator.pool.book import Seed
-from orchestrator.pool.checkpoint import Checkpoint, Conversation, Stop
+from orchestrator.pool.checkpoint import Checkpoint, Conversation, Holder, Stop
 
 TOKEN_WIDTH = 4  # bytes of one packed token
 
@@ -19,9 +19,10 @@ TOKEN_WIDTH = 4  # bytes of one packed token
 class Budgets:
     """What checkpoints may take.
 
-    `resident_cells` of the pool, lanes included (None: all of them); `exported_bytes` and
-    `exported_tokens` of host memory (None: tokens are not counted); `history`: how many
-    superseded turn and reply checkpoints may stay while nothing else wants their room.
+    `resident_cells` of the pool, lanes included (None: all of them); `exported_bytes` of host
+    memory, for snapshots and for what is exported, and `exported_tokens` whose rows lie there
+    (None: not counted); `history`: how many states may stay that only serve who goes back
+    (superseded turns and replies, starts of messages, anchors) while nothing else wants their room.
     """
 
     resident_cells: int | None = None
@@ -40,14 +41,26 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes of host memory an exported checkpoint takes: an upper bound, `state` + `cell`/token."""
+    """Bytes of host memory: upper bounds for a recurrent state and for the rows of a token.
+
+    `slice`: how many tokens' rows are moved together (0: all of them).
+    """
 
     state: int = 0
     cell: int = 0
+    slice: int = 0
+
+    def rows(self, length: int) -> int:
+        """Return the bytes of `length` rows."""
+        return self.cell * length
 
     def of(self, length: int) -> int:
-        """Return the bytes of a checkpoint of `length` tokens."""
-        return self.state + self.cell * length
+        """Return the bytes of a checkpoint of `length` tokens with its rows."""
+        return self.state + self.rows(length)
+
+    def brought(self, length: int, held: int) -> int:
+        """Return how many of `held` exported rows are brought back to have the first `length`."""
+        return held if not self.slice else min(held, -(-length // self.slice) * self.slice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +94,7 @@ class Admission:
 
     Evict `evicted`; then, with a seed, copy it to `sequence` (or import it there, where it is
     exported), or cut it in place where `sequence` is the seed's own (no other was to be had, so
-    the lane takes the checkpoint over).
+    the lane takes the holder over; `overrun` are the checkpoints beyond that length).
     """
 
     sequence: int
@@ -93,6 +106,8 @@ class Admission:
     keeps: bool = True
     turn: Checkpoint | None = None
     has_turn: bool = True
+    trunk: bytes = b""
+    overrun: tuple[Checkpoint, ...] = ()
 
     @property
     def takes_over(self) -> bool:
@@ -102,13 +117,21 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Evict `evicted`, copy the lane to the checkpoint's sequence, then tell `kept`.
+    """Evict `evicted` from their sequences, drop `dropped`, then keep a lane's state as
+    `checkpoint`, then tell `kept`.
 
-    A checkpoint without a sequence is saved to host memory at once.
+    Its holder says how: that of the lane, then its recurrent state is saved; a spare sequence, then
+    the lane is copied there; one without a sequence, then all of the lane is saved.
     """
 
     checkpoint: Checkpoint
-    evicted: tuple[Checkpoint, ...]
+    evicted: tuple[Checkpoint, ...] = ()
+    dropped: tuple[Checkpoint, ...] = ()
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether the recurrent state alone is taken."""
+        return self.checkpoint.holder.is_lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +139,13 @@ class Release:
     """A lane ends. Without a checkpoint its sequence is cleared; a checkpoint takes the sequence
     over, or the lane is copied to the checkpoint's own (or saved, where it has none) and cleared.
 
-    `evicted` are checkpoints that the new one makes pointless, or that make room for it. `heads`:
-    the next turn will start from it, there being no turn point.
+    Where snapshots lie along the lane's `path`, its sequence stays as their holder, cut to what
+    they need. `evicted` are checkpoints that the new one makes pointless, or that make room for it.
+    `heads`: the next turn will start from it, there being no turn point.
     """
 
     sequence: int
+    path: bytes
     checkpoint: Checkpoint | None
     evicted: tuple[Checkpoint, ...] = ()
     heads: bool = False
@@ -132,8 +157,19 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Drop `evicted` from host memory, then move `checkpoint` there; at most `n_bytes`."""
+    """Drop `evicted` from host memory, then move `holder` there; at most `n_bytes` more."""
 
-    checkpoint: Checkpoint
+    holder: Holder
     evicted: tuple[Checkpoint, ...]
     n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Drop `evicted` from host memory, then save the state of the whole `checkpoint` there, as a
+    snapshot on the rows of `holder`; its own sequence is free then.
+    """
+
+    checkpoint: Checkpoint
+    holder: Holder
+    evicted: tuple[Checkpoint, ...]
