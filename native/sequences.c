@@ -513,6 +513,19 @@ static bool check_scratch(const struct sequences *all, int32_t sequence, int32_t
     return true;
 }
 
+/* The number of rows of a sequence, by the caller's word where it does not show; -1 after a
+ * failure. */
+static int64_t sliceable(const struct sequences *all, const struct slice *slice,
+                         struct outcome *outcome)
+{
+    struct positions held = sequences_positions(all, slice->sequence);
+
+    if (all->kind == MEMORY_HYBRID && held.low >= 0 && held.high == -1) {
+        return (int64_t)slice->n_fed;
+    }
+    return savable(all, slice->sequence, true, outcome);
+}
+
 bool sequences_slice_begin(struct sequences *all, struct slice *slice, struct outcome *outcome)
 {
     size_t payload = 0;
@@ -520,7 +533,7 @@ bool sequences_slice_begin(struct sequences *all, struct slice *slice, struct ou
     if (!check_scratch(all, slice->sequence, slice->scratch, outcome)) {
         return false;
     }
-    int64_t held = savable(all, slice->sequence, true, outcome);
+    int64_t held = sliceable(all, slice, outcome);
     if (held < 0 || !demand_held(held, slice->sequence, slice->n_fed, outcome)) {
         return false;
     }

@@ -54,21 +54,32 @@ class Oracle:
             return Sighting(length, pack(longer[-1][length:]), self.paths[longer[-1]])
         return Sighting(length, b"", self.paths[at[-1]] if at else None)
 
+    def ends(self, query: Path) -> list[tuple[int, object]]:
+        on_it = [path for path in self.paths if query[: len(path)] == path]
+        return sorted((len(path), self.paths[path]) for path in on_it)
+
+
+steps = st.tuples(paths, st.sampled_from(["add", "add", "add", "remove"]))
+
 
 @settings(max_examples=400, deadline=None)
-@given(st.integers(0, 25), st.lists(paths, max_size=40), st.lists(paths, max_size=5))
+@given(st.integers(0, 25), st.lists(steps, max_size=40), st.lists(paths, max_size=5))
 def test_any_walk_agrees_with_a_list_of_paths(
-    most: int, walk: list[Path], queries: list[Path]
+    most: int, walk: list[tuple[Path, str]], queries: list[Path]
 ) -> None:
     seen, oracle = Seen(most), Oracle(most)
-    for note, path in enumerate(walk):
-        seen.add(pack(path), note)
-        oracle.add(path, note)
+    for note, (path, step) in enumerate(walk):
+        if step == "add":
+            seen.add(pack(path), note)
+            oracle.add(path, note)
+        else:
+            assert seen.remove(pack(path)) == (oracle.paths.pop(path, None) is not None)
         assert seen.n_tokens == oracle.size <= most
         assert len(seen) == len(oracle.paths)
-        for query in (*queries, path, (*path, 1), path[:-1], walk[note // 2]):
+        for query in (*queries, path, (*path, 1), path[:-1], walk[note // 2][0]):
             assert seen.nearest(pack(query)) == oracle.nearest(query)
             assert seen.common(pack(query)) == oracle.nearest(query).length
+            assert list(seen.ends(pack(query))) == oracle.ends(query)
 
 
 def test_what_was_seen_beyond_is_cut_to_what_was_asked_for() -> None:

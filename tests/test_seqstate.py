@@ -770,7 +770,7 @@ def test_both_implementations_write_the_same_slices() -> None:
         assert written[0] == written[1]
 
 
-def test_rows_without_their_state_can_be_added_to_and_cleared_and_nothing_else(
+def test_rows_without_their_state_can_be_added_to_and_cleared_but_are_not_saved_whole(
     open_fake: Any,
 ) -> None:
     fake, memory = open_fake("hybrid")
@@ -778,17 +778,49 @@ def test_rows_without_their_state_can_be_added_to_and_cleared_and_nothing_else(
     first, second, state = taken(memory, 0, [0, 4, 12])
     memory.restore_rows(1, 0, first, PROMPT, scratch=SCRATCH)
     assert memory.positions(1) == (0, -1)
-    for act in each(
-        lambda: memory.save(1, PROMPT[:4]),
-        lambda: memory.save_rows(1, 0, 4, PROMPT[:4], scratch=SCRATCH),
-    ):
+    for rows in (True, False):
         with pytest.raises(InvalidArgument, match="without a recurrent state"):
-            act()
+            memory.save(1, PROMPT[:4], rows=rows)
     memory.clear(1)
     assert memory.restore_rows(1, 0, first, PROMPT, scratch=SCRATCH) == 4
     memory.restore_rows(1, 4, second, PROMPT, scratch=SCRATCH)
     memory.restore(1, state, PROMPT)
     assert fake.logits(1) == fake.logits(0)
+
+
+def test_the_rows_of_a_holder_are_saved_in_slices_as_those_of_a_lane(open_fake: Any) -> None:
+    fake, memory = open_fake("hybrid")
+    fake.decode(0, PROMPT)
+    *wanted, state = taken(memory, 0, [0, 4, 12])
+    memory.copy(0, 1)
+    memory.strip(1)
+    before = everything(fake)
+    blobs = [
+        memory.save_rows(1, start, end, PROMPT, scratch=SCRATCH) for start, end in ((0, 4), (4, 12))
+    ]
+    assert blobs == wanted
+    assert everything(fake) == before
+    memory.clear(1)
+    put(memory, 1, [0, 4, 12], [*blobs, state])
+    assert fake.logits(1) == fake.logits(0)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 12), (3, 5), (4, 6), (11, 12)])
+def test_a_slice_of_a_holder_that_lacks_its_rows_is_given_up(
+    open_fake: Any, start: int, end: int
+) -> None:
+    """How many rows a holder has does not show before they are looked at."""
+    fake, memory = open_fake("hybrid")
+    fake.decode(0, PROMPT)
+    memory.strip(0)
+    memory.cut(0, 4)
+    before = everything(fake)
+    with pytest.raises(BackendError):
+        memory.save_rows(0, start, end, PROMPT, scratch=SCRATCH)
+    assert everything(fake) == before
+    for first, last in ((4, 4), (0, 13)):
+        with pytest.raises(InvalidArgument, match="are none of sequence 0, which holds 12"):
+            memory.save_rows(0, first, last, PROMPT, scratch=SCRATCH)
 
 
 def test_a_state_over_too_few_of_its_slices_is_refused(sliced: tuple[FakeLlama, Any]) -> None:

@@ -7,9 +7,10 @@ more and raises `DecodeFailed`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from orchestrator.errors import DecodeFailed
+from orchestrator.errors import BackendError, DecodeFailed
 from orchestrator.pool.ledger import Ledger
 from orchestrator.runtime.protocol import Chunk, Runtime
 
@@ -35,6 +36,17 @@ class Memory:
         self.runtime.copy(source, target, length)
         self.ledger.copy(source, target, length)
         self._check(target)
+
+    def copy_rows(self, source: int, target: int, length: int) -> None:
+        """Let the empty `target` share the first `length` rows; see `Runtime.copy_rows`."""
+        self.runtime.copy_rows(source, target, length)
+        self.ledger.copy(source, target, length)
+        self._check(target)
+
+    def strip(self, sequence: int) -> None:
+        """Take the state of a sequence away and keep its rows; see `Runtime.strip`."""
+        self.runtime.strip(sequence)
+        self._check(sequence)
 
     def cut(self, sequence: int, length: int) -> None:
         """Keep the first `length` tokens of a sequence."""
@@ -62,13 +74,15 @@ class Memory:
 
     def restore_rows(self, sequence: int, start: int, blob: bytes, tokens: Sequence[int]) -> None:
         """Append a slice of rows; see `Runtime.restore_rows`."""
-        self.runtime.restore_rows(sequence, start, blob, tokens)
+        with self._emptied_alike(sequence):
+            self.runtime.restore_rows(sequence, start, blob, tokens)
         self.ledger.extend(sequence, self.runtime.length(sequence) - start)
         self._check(sequence)
 
     def restore_state(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
         """Complete a sequence; see `Runtime.restore_state`."""
-        self.runtime.restore_state(sequence, blob, tokens)
+        with self._emptied_alike(sequence):
+            self.runtime.restore_state(sequence, blob, tokens)
         missing = len(tokens) - self.ledger.length(sequence)
         if missing:  # pure recurrent memory had no rows to bring
             self.ledger.extend(sequence, missing)
@@ -78,6 +92,16 @@ class Memory:
         """Empty everything."""
         self.runtime.reset()
         self.ledger.reset()
+
+    @contextmanager
+    def _emptied_alike(self, sequence: int) -> Iterator[None]:
+        """What a refused restore emptied is empty here too."""
+        try:
+            yield
+        except BackendError:
+            if not self.runtime.length(sequence):
+                self.ledger.clear(sequence)
+            raise
 
     def _check(self, sequence: int) -> None:
         held, counted = self.runtime.length(sequence), self.ledger.length(sequence)

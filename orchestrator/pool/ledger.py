@@ -13,7 +13,7 @@ which equals the number of distinct cells the runtime holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from orchestrator.errors import InvalidArgument, PoolFull
 
@@ -30,8 +30,14 @@ class _Span:
 
 
 def _chain(span: _Span | None) -> Iterator[_Span]:
-    """Walk from a span up to the first cells of its path."""
+    """Walk from a span up to the first cells of its path.
+
+    What was split for a copy that is gone is one span again first: else a path that lives long,
+    and is copied at many lengths, would fall to pieces.
+    """
     while span is not None:
+        while (parent := span.parent) is not None and parent.references == 1:
+            span.parent, span.length = parent.parent, parent.length + span.length
         yield span
         span = span.parent
 
@@ -101,10 +107,8 @@ class Ledger:
 
     def cut(self, sequence: int, length: int) -> None:
         """Keep the first `length` cells of a sequence."""
-        held = self.length(sequence)
-        if not 0 <= length <= held:
-            raise InvalidArgument(f"cannot cut sequence {sequence} of {held} tokens to {length}")
-        if length == held:
+        self._refuse_cut(sequence, length)
+        if length == self.length(sequence):
             return
         if length == 0:
             self.clear(sequence)
@@ -128,17 +132,38 @@ class Ledger:
 
     def freed_by(self, sequences: Iterable[int]) -> int:
         """Return the cells that clearing all of `sequences` would free."""
+        return self.freed_by_cutting(dict.fromkeys(sequences, 0))
+
+    def freed_by_cutting(self, lengths: Mapping[int, int]) -> int:
+        """Return the cells that cutting each sequence to its length would free, all together.
+
+        A length of 0 is a clearing; raises `InvalidArgument` for one beyond what is held.
+        """
+        for sequence, length in lengths.items():
+            self._refuse_cut(sequence, length)
         if self._n_cells is None:
             return 0
-        dropped: dict[int, int] = {}
+        asked: dict[int, int] = {}  # span -> how many of its references have given way
+        kept: dict[int, int] = {}  # span -> the greatest length that any of those keeps
         freed = 0
-        for sequence in set(sequences):
+        for sequence, length in lengths.items():
+            end, keep = self.length(sequence), length
             for span in _chain(self._tails.get(sequence)):
-                dropped[id(span)] = dropped.get(id(span), 0) + 1
-                if dropped[id(span)] < span.references:
+                asked[id(span)] = asked.get(id(span), 0) + 1
+                keep = kept[id(span)] = max(keep, kept.get(id(span), 0))
+                if asked[id(span)] < span.references:
                     break
-                freed += span.length
+                start = end - span.length
+                freed += min(end - keep, span.length)
+                if keep > start:
+                    break
+                end = start
         return freed
+
+    def _refuse_cut(self, sequence: int, length: int) -> None:
+        held = self.length(sequence)
+        if not 0 <= length <= held:
+            raise InvalidArgument(f"cannot cut sequence {sequence} of {held} tokens to {length}")
 
     def _attach(self, sequence: int, span: _Span) -> None:
         """Make `span` the tail, taking over the reference the sequence had on its old one."""

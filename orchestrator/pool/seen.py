@@ -91,6 +91,18 @@ class Seen:
             beyond += edge[: most - len(beyond)]
         return Sighting(length, beyond, node.latest.note)
 
+    def ends(self, path: bytes) -> Iterator[tuple[int, object]]:
+        """Yield (length in tokens, note) of every path that `path` begins with, short to long."""
+        node, offset = self._root, 0
+        while True:
+            child = node.children.get(path[offset : offset + _WIDTH])
+            if child is None or not path.startswith(child.edge, offset):
+                return
+            offset += len(child.edge)
+            node = child
+            if node in self._ends:
+                yield offset // _WIDTH, node.note
+
     def _follow(self, path: bytes) -> tuple[_Node, int, int]:
         """Return the last node that `path` reaches into, its tokens seen, those on the edge.
 
@@ -138,6 +150,15 @@ class Seen:
         while self.n_tokens > self.n_tokens_most:
             self._forget_oldest()
 
+    def remove(self, path: bytes) -> bool:
+        """Take a path out of the record; False where none ended there."""
+        node, length, inside = self._follow(path)
+        if inside or length * _WIDTH != len(path) or node not in self._ends:
+            return False
+        del self._ends[node]
+        self._forget(node)
+        return True
+
     def clear(self) -> None:
         """Forget everything."""
         while self._ends:
@@ -167,11 +188,16 @@ class Seen:
         return upper
 
     def _forget_oldest(self) -> None:
-        """Let the path used least recently leave, as far as no other one shares it."""
+        """Let the path used least recently leave."""
         node, _ = self._ends.popitem(last=False)
-        node.note = None
+        self._forget(node)
+
+    def _forget(self, node: _Node) -> None:
+        """Drop what is left of a path that ended at `node`, as far as no other one shares it."""
+        gone, node.note = node, None
         if not node.children:
             node = self._cut_off(node)
+        self._renew(node, gone)
         if node.parent is not None and len(node.children) == 1 and node not in self._ends:
             self._join(node)
 
@@ -183,6 +209,16 @@ class Seen:
         self.n_tokens -= len(leaf.edge) // _WIDTH
         leaf.latest = parent  # a reference to itself would keep it until the next collection
         return parent
+
+    def _renew(self, node: _Node, gone: _Node) -> None:
+        """Say from `node` upwards which path is the latest, where it was the one that is gone."""
+        at: _Node | None = node
+        while at is not None and at.latest is gone:
+            ends = [child.latest for child in at.children.values()]
+            if at in self._ends or not ends:
+                ends.append(at)
+            at.latest = max(ends, key=lambda end: end.tick)
+            at = at.parent
 
     def _join(self, node: _Node) -> None:
         """Give the edge of a node that no longer branches to its only child."""

@@ -1,30 +1,25 @@
 """What may be asked of a runtime? The same answer for every runtime, before it acts.
 
-llama.cpp answers a wrong argument by ending the process, so nothing reaches it unchecked; the
-simulated runtime refuses the same calls in the same words. `length_of` tells how many tokens a
-sequence holds; where only a complete sequence will do, the caller gives one that refuses the
-others (`check_complete`). All functions raise `InvalidArgument` and change nothing.
+llama.cpp answers a wrong argument by ending the process, and a state over rows that are not its
+own by fluent nonsense, so nothing reaches it unchecked; the simulated runtime refuses the same
+calls in the same words. `contents` tells which tokens the sequences hold and which are incomplete;
+`tokens` are packed (`contents.packed`).
+
+All functions raise `InvalidArgument` and change nothing, but for `check_rows`: what it refuses is
+a state or a slice, and its caller empties the sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from array import array
+from collections.abc import Sequence
 
-from orchestrator.errors import InvalidArgument
+from orchestrator.errors import InvalidArgument, StateRefused
+from orchestrator.runtime.contents import Contents
 from orchestrator.runtime.protocol import Chunk, Limits, MemoryKind
 
-LengthOf = Callable[[int], int]
 
-
-def check_sequence(sequence: int, limits: Limits) -> None:
-    """Refuse a sequence id that does not exist."""
-    if not 0 <= sequence < limits.n_sequences:
-        raise InvalidArgument(
-            f"sequence {sequence} does not exist; ids are 0 to {limits.n_sequences - 1}"
-        )
-
-
-def check_batch(chunks: Sequence[Chunk], limits: Limits, n_vocab: int, length_of: LengthOf) -> int:
+def check_batch(chunks: Sequence[Chunk], limits: Limits, n_vocab: int, contents: Contents) -> int:
     """Return how many tokens a decode call holds, having checked every chunk of it."""
     total = sum(len(chunk.tokens) for chunk in chunks)
     if not 0 < total <= limits.n_batch:
@@ -44,7 +39,7 @@ def check_batch(chunks: Sequence[Chunk], limits: Limits, n_vocab: int, length_of
             f"{limits.n_joint} at a time, make more calls"
         )
     for chunk in chunks:
-        _check_chunk(chunk, limits, n_vocab, length_of(chunk.sequence))
+        _check_chunk(chunk, limits, n_vocab, contents.length_complete(chunk.sequence))
     return total
 
 
@@ -60,13 +55,16 @@ def _check_chunk(chunk: Chunk, limits: Limits, n_vocab: int, held: int) -> None:
         raise InvalidArgument(f"token ids must lie in 0 to {n_vocab - 1}")
 
 
+# ---- copying and cutting -------------------------------------------------------------------------
+
+
 def check_copy(
     source: int,
     target: int,
     length: int | None,
     memory: MemoryKind,
     limits: Limits,
-    length_of: LengthOf,
+    contents: Contents,
 ) -> int:
     """Return how many tokens a copy takes along."""
     if not limits.copies:
@@ -74,23 +72,38 @@ def check_copy(
             f"sequence {source} cannot be copied: in exact mode each has cells of its own; "
             f"save it and restore it to sequence {target}"
         )
-    held, there = length_of(source), length_of(target)
+    held = contents.length_complete(source)
     length = held if length is None else length
+    _check_span(source, target, length, contents)
+    _refuse_part(source, length, held, memory)
+    return length
+
+
+def check_copy_rows(
+    source: int, target: int, length: int, limits: Limits, contents: Contents
+) -> None:
+    """Refuse to copy rows that are not there, or that no state could complete."""
+    _refuse_without_snapshots(limits)
+    _check_span(source, target, length, contents)
+
+
+def _check_span(source: int, target: int, length: int, contents: Contents) -> None:
+    held, there = contents.length(source), contents.length(target)
     if there or not 0 < length <= held:
         raise InvalidArgument(
             f"cannot copy {length} of {held} tokens of sequence {source} to sequence {target} "
             f"of {there}; the target must be empty"
         )
-    _refuse_part(source, length, held, memory)
-    return length
 
 
-def check_cut(sequence: int, length: int, memory: MemoryKind, length_of: LengthOf) -> int:
+def check_cut(sequence: int, length: int, memory: MemoryKind, contents: Contents) -> int:
     """Return how many tokens a sequence holds that is to be cut to `length`."""
-    held = length_of(sequence)
+    held = contents.length(sequence)
     if not 0 <= length <= held:
         raise InvalidArgument(f"cannot cut sequence {sequence} of {held} tokens to {length}")
-    _refuse_part(sequence, length, held, memory)
+    bare = contents.is_incomplete(sequence)
+    if not (bare and (memory == "hybrid" or length == 0)):
+        _refuse_part(sequence, length, held, memory)
     return held
 
 
@@ -102,28 +115,60 @@ def _refuse_part(sequence: int, length: int, held: int, memory: MemoryKind) -> N
         )
 
 
-def check_save(sequence: int, tokens: Sequence[int], length_of: LengthOf) -> None:
-    """Refuse tokens that cannot be those a sequence holds."""
-    held = length_of(sequence)
+def check_strip(sequence: int, limits: Limits, contents: Contents) -> None:
+    """Refuse to take a state where there is none."""
+    _refuse_without_snapshots(limits)
+    if not contents.length_complete(sequence):
+        raise InvalidArgument(f"sequence {sequence} is empty, it has no state to lose")
+
+
+def _refuse_without_snapshots(limits: Limits) -> None:
+    if not limits.snapshots:
+        raise InvalidArgument(
+            "this memory keeps no states apart from their rows; copy, save and restore whole "
+            "sequences"
+        )
+
+
+# ---- saving and restoring ------------------------------------------------------------------------
+
+
+def check_save(sequence: int, tokens: array[int], contents: Contents) -> None:
+    """Refuse to save an incomplete sequence, or to call it what it is not."""
+    contents.length_complete(sequence)
+    _check_held(sequence, tokens, contents)
+
+
+def _check_held(sequence: int, tokens: array[int], contents: Contents) -> None:
+    held = contents.length(sequence)
     if not held or len(tokens) != held:
         raise InvalidArgument(f"sequence {sequence} holds {held} tokens, {len(tokens)} were given")
+    at = contents.differs_at(sequence, tokens)
+    if at is not None:
+        raise InvalidArgument(
+            f"token {at} is {tokens[at]}, sequence {sequence} was fed another there; give the "
+            "tokens it was fed"
+        )
 
 
-def check_restore(sequence: int, length_of: LengthOf) -> None:
+def check_restore(sequence: int, contents: Contents) -> None:
     """Refuse to restore over something."""
-    if length_of(sequence):
+    if contents.length(sequence):
         raise InvalidArgument(f"sequence {sequence} is not empty; clear it before restoring")
 
 
-# ---- in slices -----------------------------------------------------------------------------------
-
-
-def check_complete(sequence: int, incomplete: Collection[int]) -> None:
-    """Refuse a sequence that has rows but not yet its state."""
-    if sequence in incomplete:
-        raise InvalidArgument(
-            f"sequence {sequence} is being restored and incomplete; restore its state or clear it"
+def check_rows(sequence: int, tokens: array[int], contents: Contents) -> None:
+    """Refuse, with `StateRefused`, what belongs to `tokens` over rows of other ones."""
+    at = contents.differs_at(sequence, tokens)
+    if at is not None:
+        raise StateRefused(
+            "rows",
+            f"the rows of sequence {sequence} were made from other tokens than were given, from "
+            f"position {at} on; read the prompt again instead",
         )
+
+
+# ---- in slices -----------------------------------------------------------------------------------
 
 
 def can_slice(memory: MemoryKind) -> bool:
@@ -132,15 +177,11 @@ def can_slice(memory: MemoryKind) -> bool:
 
 
 def check_save_rows(
-    sequence: int,
-    span: tuple[int, int],
-    tokens: Sequence[int],
-    limits: Limits,
-    length_of: LengthOf,
+    sequence: int, span: tuple[int, int], tokens: array[int], limits: Limits, contents: Contents
 ) -> None:
     """Refuse to save rows that a sequence does not hold."""
     _refuse_unsliced(limits)
-    check_save(sequence, tokens, length_of)
+    _check_held(sequence, tokens, contents)
     start, end = span
     if not 0 <= start < end <= len(tokens):
         raise InvalidArgument(
@@ -150,22 +191,20 @@ def check_save_rows(
 
 
 def check_save_state(
-    sequence: int, tokens: Sequence[int], memory: MemoryKind, limits: Limits, length_of: LengthOf
+    sequence: int, tokens: array[int], memory: MemoryKind, limits: Limits, contents: Contents
 ) -> None:
     """Refuse to save a state whose rows cannot be saved apart."""
     if memory != "recurrent":
         _refuse_unsliced(limits)
-    check_save(sequence, tokens, length_of)
+    check_save(sequence, tokens, contents)
 
 
-def check_restore_rows(
-    sequence: int, start: int, incomplete: Collection[int], limits: Limits, length_of: LengthOf
-) -> None:
+def check_restore_rows(sequence: int, start: int, limits: Limits, contents: Contents) -> None:
     """Refuse to put rows elsewhere than at the end of those restored so far."""
     _refuse_unsliced(limits)
-    held = length_of(sequence)
-    if start != held or (held and sequence not in incomplete):
-        what = "incomplete" if sequence in incomplete else "complete" if held else "empty"
+    held, bare = contents.length(sequence), contents.is_incomplete(sequence)
+    if start != held or (held and not bare):
+        what = "incomplete" if bare else "complete" if held else "empty"
         raise InvalidArgument(
             f"rows from {start} on cannot follow in sequence {sequence}, which is {what} and "
             f"holds {held}; begin with an empty one and go on where the last slice ended"
@@ -173,25 +212,20 @@ def check_restore_rows(
 
 
 def check_restore_state(
-    sequence: int,
-    tokens: Sequence[int],
-    incomplete: Collection[int],
-    memory: MemoryKind,
-    limits: Limits,
-    length_of: LengthOf,
+    sequence: int, tokens: array[int], memory: MemoryKind, limits: Limits, contents: Contents
 ) -> None:
-    """Refuse a state where the rows of its tokens, no more and no fewer, are not in place."""
+    """Refuse a state where there are more or fewer rows than it has tokens."""
     if memory == "recurrent":
-        check_restore(sequence, length_of)
+        check_restore(sequence, contents)
         return
     _refuse_unsliced(limits)
-    held = length_of(sequence)
-    if held and sequence not in incomplete:
+    held = contents.length(sequence)
+    if held and not contents.is_incomplete(sequence):
         raise InvalidArgument(f"sequence {sequence} is complete; clear it and restore its rows")
     if not held or held != len(tokens):
         raise InvalidArgument(
-            f"sequence {sequence} holds {held} restored rows, the state belongs to "
-            f"{len(tokens)} tokens; restore exactly their rows first"
+            f"sequence {sequence} holds {held} rows without a state, the state belongs to "
+            f"{len(tokens)} tokens; put exactly their rows there first"
         )
 
 

@@ -39,17 +39,19 @@ from orchestrator.runtime import joint, library
 from orchestrator.runtime.batch import BatchBuffer
 from orchestrator.runtime.checks import (
     check_batch,
-    check_complete,
     check_copy,
+    check_copy_rows,
     check_cut,
     check_restore,
     check_restore_rows,
     check_restore_state,
+    check_rows,
     check_save,
     check_save_rows,
     check_save_state,
-    check_sequence,
+    check_strip,
 )
+from orchestrator.runtime.contents import Contents, packed
 from orchestrator.runtime.exact import (
     N_PASS_MOST,
     N_TRIED,
@@ -346,14 +348,14 @@ class LlamaRuntime:
             sliced=measures.sliced,
             copies=not settings.exact,
             mixes=not settings.exact,
+            snapshots=memory == "hybrid" and measures.sliced and not settings.exact,
         )
         if self.limits.n_cells < settings.n_context:
             raise BackendError(
                 f"llama.cpp made a pool of {self.limits.n_cells:,} cells where "
                 f"{settings.n_context:,} were asked for; lower --ctx"
             )
-        self._lengths = [0] * self.limits.n_sequences
-        self._incomplete: set[int] = set()
+        self._contents = Contents(self.limits.n_sequences)
         self._scratch = self.limits.n_sequences
         self._batch = BatchBuffer(self.limits.n_batch)
         self._outputs: frozenset[int] = frozenset()
@@ -382,14 +384,13 @@ class LlamaRuntime:
 
     def decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """See `Runtime.decode`."""
-        check_batch(chunks, self.limits, self.model.n_vocab, self._complete)
+        check_batch(chunks, self.limits, self.model.n_vocab, self._contents)
         if self._exact is None:
             found = self._evaluate(chunks)
         else:
-            held = {sequence: n for sequence, n in enumerate(self._lengths) if n}
-            found = self._exact.evaluate(chunks, held, self._evaluate)
+            found = self._exact.evaluate(chunks, self._contents.lengths(), self._evaluate)
         for chunk in chunks:
-            self._lengths[chunk.sequence] = chunk.end
+            self._contents.extend(chunk.sequence, chunk.tokens)
         rows = [found[chunk.sequence] if chunk.wants_logits else None for chunk in chunks]
         self._outputs = frozenset(row for row in rows if row is not None)
         return rows
@@ -444,112 +445,127 @@ class LlamaRuntime:
 
     def length(self, sequence: int) -> int:
         """See `Runtime.length`."""
-        check_sequence(sequence, self.limits)
-        return self._lengths[sequence]
-
-    def _complete(self, sequence: int) -> int:
-        check_complete(sequence, self._incomplete)
-        return self.length(sequence)
+        return self._contents.length(sequence)
 
     def copy(self, source: int, target: int, length: int | None = None) -> None:
         """See `Runtime.copy`."""
-        taken = check_copy(source, target, length, self.model.memory, self.limits, self._complete)
-        self._memory.copy(source, target, None if taken == self._lengths[source] else taken)
-        self._lengths[target] = taken
+        memory, held = self.model.memory, self._contents
+        taken = check_copy(source, target, length, memory, self.limits, held)
+        self._memory.copy(source, target, None if taken == held.length(source) else taken)
+        held.copy(source, target, taken)
         self._verify(target)
+
+    def copy_rows(self, source: int, target: int, length: int) -> None:
+        """See `Runtime.copy_rows`."""
+        check_copy_rows(source, target, length, self.limits, self._contents)
+        self._memory.copy(source, target, length)
+        if self._memory.positions(target)[1] >= 0:  # all of a complete source: its state came along
+            self._memory.strip(target)
+        self._contents.copy(source, target, length, is_incomplete=True)
+        self._verify(target)
+
+    def strip(self, sequence: int) -> None:
+        """See `Runtime.strip`."""
+        check_strip(sequence, self.limits, self._contents)
+        self._memory.strip(sequence)
+        self._contents.strip(sequence)
+        self._verify(sequence)
 
     def cut(self, sequence: int, length: int) -> None:
         """See `Runtime.cut`."""
-        held = check_cut(sequence, length, self.model.memory, self._complete)
+        held = check_cut(sequence, length, self.model.memory, self._contents)
         if length == 0:
             self.clear(sequence)
         elif length < held:
             self._memory.cut(sequence, length)
-            self._lengths[sequence] = length
+            self._contents.cut(sequence, length)
             self._verify(sequence)
 
     def clear(self, sequence: int) -> None:
         """See `Runtime.clear`."""
         if self.length(sequence):
             self._memory.clear(sequence)
-        self._forget(sequence)
+        self._contents.clear(sequence)
 
     def scrub(self, sequence: int) -> None:
         """See `Runtime.scrub`."""
         if self.length(sequence):
             self._memory.scrub(sequence)
-        self._forget(sequence)
-
-    def _forget(self, sequence: int) -> None:
-        self._lengths[sequence] = 0
-        self._incomplete.discard(sequence)
+        self._contents.clear(sequence)
 
     def reset(self) -> None:
         """See `Runtime.reset`."""
         self._memory.clear_all()
-        self._lengths = [0] * self.limits.n_sequences
-        self._incomplete.clear()
+        self._contents.reset()
 
     def _verify(self, sequence: int) -> None:
-        """Compare a sequence's length with llama.cpp's own last position."""
+        """Compare what a sequence holds with llama.cpp's own last position.
+
+        Of a hybrid that is -1 while the state is missing; how far the rows reach does not show.
+        """
         last = self._memory.positions(sequence)[1]
-        if last != self._lengths[sequence] - 1:
+        bare = self._contents.is_incomplete(sequence) and self.model.memory == "hybrid"
+        expected = -1 if bare else self._contents.length(sequence) - 1
+        if last != expected:
             raise DecodeFailed(
-                f"sequence {sequence} ends at position {last} where "
-                f"{self._lengths[sequence] - 1} was expected; its state cannot be trusted"
+                f"sequence {sequence} ends at position {last} where {expected} was expected; its "
+                "state cannot be trusted"
             )
 
     # ---- states -------------------------------------------------------------------------------
 
     def save(self, sequence: int, tokens: Sequence[int]) -> bytes:
         """See `Runtime.save`."""
-        check_save(sequence, tokens, self._complete)
-        return self._memory.save(sequence, tokens)
+        fed = packed(tokens)
+        check_save(sequence, fed, self._contents)
+        return self._memory.save(sequence, fed)
 
     def restore(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
         """See `Runtime.restore`."""
-        check_restore(sequence, self.length)
-        self._memory.restore(sequence, blob, tokens, rows=True)
-        self._lengths[sequence] = len(tokens)
+        fed = packed(tokens)
+        check_restore(sequence, self._contents)
+        self._memory.restore(sequence, blob, fed, rows=True)
+        self._contents.put(sequence, fed)
         self._verify(sequence)
 
     def save_rows(self, sequence: int, start: int, end: int, tokens: Sequence[int]) -> bytes:
         """See `Runtime.save_rows`."""
-        check_save_rows(sequence, (start, end), tokens, self.limits, self._complete)
-        return self._memory.save_rows(sequence, start, end, tokens, scratch=self._scratch)
+        fed = packed(tokens)
+        check_save_rows(sequence, (start, end), fed, self.limits, self._contents)
+        return self._memory.save_rows(sequence, start, end, fed, scratch=self._scratch)
 
     def save_state(self, sequence: int, tokens: Sequence[int]) -> bytes:
         """See `Runtime.save_state`."""
-        check_save_state(sequence, tokens, self.model.memory, self.limits, self._complete)
-        return self._memory.save(sequence, tokens, rows=self.model.memory == "recurrent")
+        fed = packed(tokens)
+        check_save_state(sequence, fed, self.model.memory, self.limits, self._contents)
+        return self._memory.save(sequence, fed, rows=self.model.memory == "recurrent")
 
     def restore_rows(self, sequence: int, start: int, blob: bytes, tokens: Sequence[int]) -> None:
         """See `Runtime.restore_rows`."""
-        check_restore_rows(sequence, start, self._incomplete, self.limits, self.length)
-        with self._forgotten_on_failure(sequence):
-            self._lengths[sequence] = self._memory.restore_rows(
-                sequence, start, blob, tokens, scratch=self._scratch
-            )
-        self._incomplete.add(sequence)
+        fed = packed(tokens)
+        check_restore_rows(sequence, start, self.limits, self._contents)
+        with self._emptied_on_failure(sequence):
+            check_rows(sequence, fed, self._contents)
+            end = self._memory.restore_rows(sequence, start, blob, fed, scratch=self._scratch)
+        self._contents.put(sequence, fed, end, is_incomplete=True)
 
     def restore_state(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
         """See `Runtime.restore_state`."""
-        check_restore_state(
-            sequence, tokens, self._incomplete, self.model.memory, self.limits, self.length
-        )
-        with self._forgotten_on_failure(sequence):
-            self._memory.restore(sequence, blob, tokens, rows=self.model.memory == "recurrent")
-        self._lengths[sequence] = len(tokens)
-        self._incomplete.discard(sequence)
+        fed = packed(tokens)
+        check_restore_state(sequence, fed, self.model.memory, self.limits, self._contents)
+        with self._emptied_on_failure(sequence):
+            check_rows(sequence, fed, self._contents)
+            self._memory.restore(sequence, blob, fed, rows=self.model.memory == "recurrent")
+        self._contents.put(sequence, fed)
         self._verify(sequence)
 
     @contextmanager
-    def _forgotten_on_failure(self, sequence: int) -> Iterator[None]:
-        """Keep in step with `_seqstate`, which empties a sequence that cannot be restored."""
+    def _emptied_on_failure(self, sequence: int) -> Iterator[None]:
+        """Empty a sequence that cannot be restored, here as `_seqstate` does it there."""
         try:
             yield
         except BackendError:
-            self._forget(sequence)
+            self.clear(sequence)
             raise
 
     def close(self) -> None:

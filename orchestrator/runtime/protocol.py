@@ -8,8 +8,12 @@ Invariants of every runtime:
 - a sequence holds the tokens fed to it, at positions 0, 1, …, without gaps;
 - a copy shares cells and never evaluates anything;
 - a recurrent state exists only at the end of its sequence and is never cut back;
-- a sequence that is being restored in slices is *incomplete*: it is never evaluated, copied, cut
-  or saved before its last step.
+- a sequence of rows without their state is *incomplete*: one that is being restored in slices, or a
+  holder. It is never evaluated, never copied or saved as if it were whole. Its rows may be copied
+  (`copy_rows`), cut anywhere, saved (`save_rows`) and added to (`restore_rows`), and a state makes
+  it complete (`restore_state`);
+- rows and state of a sequence come from the same tokens. A runtime remembers which tokens it was
+  fed, and nothing is saved under other ones or put over rows of other ones.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ class Limits:
     `cell_bytes` of attention rows per token. On a pure recurrent model a token takes no cell.
     `n_joint` sequences in one decode call (0: all); `sliced`: rows can be moved in parts;
     `copies`: a sequence can be copied to another, else states move through host memory only;
-    `mixes`: a decode call may hold any chunks, else one token per sequence or one longer chunk.
+    `mixes`: a decode call may hold any chunks, else one token per sequence or one longer chunk;
+    `snapshots`: a recurrent state can be kept apart from its rows, on hybrid memory alone.
     """
 
     n_sequences: int
@@ -71,6 +76,7 @@ class Limits:
     sliced: bool = True
     copies: bool = True
     mixes: bool = True
+    snapshots: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +176,26 @@ class Runtime(Protocol):
         """
         ...
 
+    def copy_rows(self, source: int, target: int, length: int) -> None:
+        """Make the empty `target` share the first `length` rows of `source`, without a state.
+
+        Only where `Limits.snapshots`. The source may be complete or not and keeps what it holds;
+        the target is incomplete. Nothing is evaluated and no data copied.
+        """
+        ...
+
+    def strip(self, sequence: int) -> None:
+        """Take away the state of a complete sequence, which is incomplete then: a holder.
+
+        Only where `Limits.snapshots`. It no longer keeps a recurrent cell.
+        """
+        ...
+
     def cut(self, sequence: int, length: int) -> None:
-        """Keep the first `length` tokens; refused where a recurrent state would be cut."""
+        """Keep the first `length` tokens; refused where a recurrent state would be cut.
+
+        Rows without a state are cut anywhere, save those of a sliding window.
+        """
         ...
 
     def clear(self, sequence: int) -> None:
@@ -187,7 +211,10 @@ class Runtime(Protocol):
         ...
 
     def save(self, sequence: int, tokens: Sequence[int]) -> bytes:
-        """Return rows, state and `tokens` (all the sequence holds) as one checked blob."""
+        """Return rows, state and `tokens` (all the sequence holds) as one checked blob.
+
+        Other tokens than it was fed raise `InvalidArgument`, here and in the two below.
+        """
         ...
 
     def restore(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
@@ -206,7 +233,7 @@ class Runtime(Protocol):
     def save_rows(self, sequence: int, start: int, end: int, tokens: Sequence[int]) -> bytes:
         """Return the rows of positions [start, end) as one checked blob.
 
-        Only where `Limits.sliced`. The sequence keeps what it holds.
+        Only where `Limits.sliced`. The sequence may be incomplete and keeps what it holds.
         """
         ...
 
@@ -220,9 +247,9 @@ class Runtime(Protocol):
     def restore_rows(self, sequence: int, start: int, blob: bytes, tokens: Sequence[int]) -> None:
         """Append a slice to `sequence`, which holds exactly `start` rows of earlier slices.
 
-        The sequence is then incomplete: `length` tells its rows so far, and only `restore_rows`,
-        `restore_state`, `clear`, `scrub` and `reset` may follow. Raises `StateRefused` or
-        `PoolFull`; the *whole* sequence is empty after either.
+        The sequence is then incomplete; `length` tells its rows so far. Raises `StateRefused`,
+        with field ``"rows"`` where those held were made from other tokens, or `PoolFull`; the
+        *whole* sequence is empty after either.
         """
         ...
 
@@ -230,7 +257,8 @@ class Runtime(Protocol):
         """Complete a sequence whose rows are those of all `tokens`.
 
         On pure recurrent memory, which has no rows, this is the only step and the sequence must
-        be empty. Raises `StateRefused`; the sequence is empty then.
+        be empty. Raises `StateRefused`, with field ``"rows"`` where the rows were made from other
+        tokens; the whole sequence is empty then.
         """
         ...
 

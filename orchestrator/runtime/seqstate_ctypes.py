@@ -295,8 +295,10 @@ class SequenceMemory:
     ) -> bytes:
         """The rows of positions [start, end) as bytes that `restore_rows` can verify.
 
-        `tokens` are all ids the sequence was fed; the slice is tied to those before `end`.
-        `scratch` names an empty sequence that is used meanwhile.
+        `tokens` are all ids the sequence was fed; the slice is tied to those before `end`. Of a
+        hybrid that was stripped it is the caller's word that there are so many rows; a slice that
+        lacks some is given up, with a `BackendError`. `scratch` names an empty sequence that is
+        used meanwhile.
         """
         sequence = self._id("sequence", sequence)
         start = as_number("start", start, 0, INT32_MAX)
@@ -624,12 +626,17 @@ class SequenceMemory:
             raise InvalidArgument(f"scratch sequence {scratch} is not empty; clear it first")
 
     def _check_span(self, sequence: int, start: int, end: int, fed: bytes) -> None:
-        held = self._held(sequence, True)
+        bare = self._kind == "hybrid" and self._is_bare(sequence)
+        held = len(fed) // 4 if bare else self._held(sequence, True)
         self._demand_held(held, sequence, fed)
         if not start < end <= held:
             raise InvalidArgument(
                 f"rows {start} to {end} are none of sequence {sequence}, which holds {held}"
             )
+
+    def _is_bare(self, sequence: int) -> bool:
+        low, high = self._positions(sequence)
+        return low >= 0 and high == -1
 
     def _slice(self, sequence: int, scratch: int, span: tuple[int, int], fed: bytes) -> bytes:
         start, end = span

@@ -8,15 +8,18 @@ would on a real model, and every rule of the pool can be tested in milliseconds.
     recurrent state         s(i) = mix(s(i-1), v(i))
     next token                     mix(sum of v over the rows, s)
 
-Each row is a cell that copies share; a cell is free when no sequence holds it. Time passes on a
-manual clock by a stated cost per call, token, attended row and row moved to host memory or back.
+Each row is a cell that copies share; a cell is free when no sequence holds it. Where the state is
+missing it counts as 0. Time passes on a manual clock by a stated cost per call, token, attended row
+and row moved to host memory or back.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,17 +29,19 @@ from orchestrator.errors import BackendError, DecodeFailed, InvalidArgument, Poo
 from orchestrator.runtime.checks import (
     can_slice,
     check_batch,
-    check_complete,
     check_copy,
+    check_copy_rows,
     check_cut,
     check_restore,
     check_restore_rows,
     check_restore_state,
+    check_rows,
     check_save,
     check_save_rows,
     check_save_state,
-    check_sequence,
+    check_strip,
 )
+from orchestrator.runtime.contents import Contents, packed
 from orchestrator.runtime.protocol import Chunk, Limits, MemoryKind, Model, Sampling
 from orchestrator.runtime.sampling import BAN, TokenLogprob, check_bias, token_logprob
 from orchestrator.text.bytes import ByteTokenizer
@@ -83,7 +88,7 @@ class Cost:
 
 @dataclass(slots=True)
 class _Held:
-    """What one sequence holds: cell numbers, their hash, and the recurrent state."""
+    """What one sequence holds: cell numbers, their hash, and the recurrent state, 0 for none."""
 
     cells: list[int]
     rows: int = 0
@@ -140,7 +145,9 @@ class SimulatedRuntime:
         end_every: int = 0,
         seed: int = 0,
     ) -> None:
-        self.limits = replace(limits, sliced=limits.sliced and can_slice(memory))
+        sliced = limits.sliced and can_slice(memory)
+        snapshots = limits.snapshots and sliced and limits.copies and memory == "hybrid"
+        self.limits = replace(limits, sliced=sliced, snapshots=snapshots)
         self.tokenizer = tokenizer or ByteTokenizer.for_chat()
         self.clock = clock or ManualClock()
         self.decoded_tokens = 0
@@ -148,7 +155,7 @@ class SimulatedRuntime:
         self._seed = seed
         self._end_every = end_every
         self._held = [_Held([]) for _ in range(limits.n_sequences)]
-        self._incomplete: set[int] = set()
+        self._contents = Contents(limits.n_sequences)
         self._owners: dict[int, int] = {}  # cell -> how many sequences hold it
         self._values: dict[int, int] = {}  # cell -> its row's value
         self._next_cell = 0
@@ -172,7 +179,7 @@ class SimulatedRuntime:
 
     def decode(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """See `Runtime.decode`."""
-        total = check_batch(chunks, self.limits, self.model.n_vocab, self._complete)
+        total = check_batch(chunks, self.limits, self.model.n_vocab, self._contents)
         if self.model.memory != "recurrent" and self.used_cells + total > self.limits.n_cells:
             raise PoolFull(
                 f"{total} cells are wanted, {self.limits.n_cells - self.used_cells} free"
@@ -186,6 +193,7 @@ class SimulatedRuntime:
             for token in chunk.tokens:
                 seconds += self._cost.token + self._cost.row * len(held.cells)
                 self._append(held, token)
+            self._contents.extend(chunk.sequence, chunk.tokens)
             rows.append(len(self._rows) if chunk.wants_logits else None)
             if chunk.wants_logits:
                 self._rows.append(self._digest(held))
@@ -245,32 +253,42 @@ class SimulatedRuntime:
 
     # ---- sequences ----------------------------------------------------------------------------
 
-    def _get(self, sequence: int) -> _Held:
-        check_sequence(sequence, self.limits)
-        return self._held[sequence]
-
     def length(self, sequence: int) -> int:
         """See `Runtime.length`."""
-        return len(self._get(sequence).cells)
-
-    def _complete(self, sequence: int) -> int:
-        check_complete(sequence, self._incomplete)
-        return self.length(sequence)
+        return self._contents.length(sequence)
 
     def copy(self, source: int, target: int, length: int | None = None) -> None:
         """See `Runtime.copy`."""
-        taken = check_copy(source, target, length, self.model.memory, self.limits, self._complete)
-        held = self._get(source)
-        for cell in held.cells[:taken]:
+        memory = self.model.memory
+        taken = check_copy(source, target, length, memory, self.limits, self._contents)
+        self._share(source, target, taken, self._held[source].state)
+        self._contents.copy(source, target, taken)
+
+    def copy_rows(self, source: int, target: int, length: int) -> None:
+        """See `Runtime.copy_rows`."""
+        check_copy_rows(source, target, length, self.limits, self._contents)
+        self._share(source, target, length, state=0)
+        self._contents.copy(source, target, length, is_incomplete=True)
+
+    def _share(self, source: int, target: int, length: int, state: int) -> None:
+        cells = self._held[source].cells[:length]
+        for cell in cells:
             self._owners[cell] += 1
-        self._held[target] = self._view(held.cells[:taken], held.state)
+        self._held[target] = self._view(cells, state)
+
+    def strip(self, sequence: int) -> None:
+        """See `Runtime.strip`."""
+        check_strip(sequence, self.limits, self._contents)
+        self._held[sequence].state = 0
+        self._contents.strip(sequence)
 
     def cut(self, sequence: int, length: int) -> None:
         """See `Runtime.cut`."""
-        check_cut(sequence, length, self.model.memory, self._complete)
-        held = self._get(sequence)
+        check_cut(sequence, length, self.model.memory, self._contents)
+        held = self._held[sequence]
         self._release(held.cells[length:])
         self._held[sequence] = self._view(held.cells[:length], held.state)
+        self._contents.cut(sequence, length)
 
     def _view(self, cells: list[int], state: int) -> _Held:
         """Return holdings whose row hash is computed from the cells they really name."""
@@ -285,9 +303,10 @@ class SimulatedRuntime:
 
     def clear(self, sequence: int) -> None:
         """See `Runtime.clear`."""
-        self._release(self._get(sequence).cells)
+        if self.length(sequence):
+            self._release(self._held[sequence].cells)
         self._held[sequence] = _Held([])
-        self._incomplete.discard(sequence)
+        self._contents.clear(sequence)
 
     def scrub(self, sequence: int) -> None:
         """See `Runtime.scrub`; nothing here is ever not finite."""
@@ -302,45 +321,62 @@ class SimulatedRuntime:
 
     def save(self, sequence: int, tokens: Sequence[int]) -> bytes:
         """See `Runtime.save`."""
-        check_save(sequence, tokens, self._complete)
-        held = self._get(sequence)
-        return self._seal(b"whole", 0, tokens, [*self._rows_of(held.cells), held.state])
+        fed = packed(tokens)
+        check_save(sequence, fed, self._contents)
+        held = self._held[sequence]
+        return self._seal(b"whole", 0, fed, [*self._rows_of(held.cells), held.state])
 
     def restore(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
         """See `Runtime.restore`."""
-        check_restore(sequence, self.length)
-        *rows, state = self._open(sequence, b"whole", 0, blob, tokens)
+        fed = packed(tokens)
+        check_restore(sequence, self._contents)
+        *rows, state = self._open(sequence, b"whole", 0, blob, fed)
         self._held[sequence] = self._view(self._filled(sequence, rows), state)
+        self._contents.put(sequence, fed)
 
     def save_rows(self, sequence: int, start: int, end: int, tokens: Sequence[int]) -> bytes:
         """See `Runtime.save_rows`."""
-        check_save_rows(sequence, (start, end), tokens, self.limits, self._complete)
-        rows = self._rows_of(self._get(sequence).cells[start:end])
-        return self._seal(b"rows", start, tokens[:end], rows)
+        fed = packed(tokens)
+        check_save_rows(sequence, (start, end), fed, self.limits, self._contents)
+        rows = self._rows_of(self._held[sequence].cells[start:end])
+        return self._seal(b"rows", start, fed[:end], rows)
 
     def save_state(self, sequence: int, tokens: Sequence[int]) -> bytes:
         """See `Runtime.save_state`."""
-        check_save_state(sequence, tokens, self.model.memory, self.limits, self._complete)
-        return self._seal(b"state", len(tokens), tokens, [self._get(sequence).state])
+        fed = packed(tokens)
+        check_save_state(sequence, fed, self.model.memory, self.limits, self._contents)
+        return self._seal(b"state", len(fed), fed, [self._held[sequence].state])
 
     def restore_rows(self, sequence: int, start: int, blob: bytes, tokens: Sequence[int]) -> None:
         """See `Runtime.restore_rows`."""
-        check_restore_rows(sequence, start, self._incomplete, self.limits, self.length)
-        rows = self._open(sequence, b"rows", start, blob, tokens)
-        cells = self._get(sequence).cells + self._filled(sequence, rows)
+        fed = packed(tokens)
+        check_restore_rows(sequence, start, self.limits, self._contents)
+        with self._emptied_on_refusal(sequence):
+            check_rows(sequence, fed, self._contents)
+        rows = self._open(sequence, b"rows", start, blob, fed)
+        cells = self._held[sequence].cells + self._filled(sequence, rows)
         self._held[sequence] = self._view(cells, 0)
-        self._incomplete.add(sequence)
+        self._contents.put(sequence, fed, len(cells), is_incomplete=True)
 
     def restore_state(self, sequence: int, blob: bytes, tokens: Sequence[int]) -> None:
         """See `Runtime.restore_state`."""
-        check_restore_state(
-            sequence, tokens, self._incomplete, self.model.memory, self.limits, self.length
-        )
-        (state,) = self._open(sequence, b"state", len(tokens), blob, tokens)
+        fed = packed(tokens)
+        check_restore_state(sequence, fed, self.model.memory, self.limits, self._contents)
+        with self._emptied_on_refusal(sequence):
+            check_rows(sequence, fed, self._contents)
+        (state,) = self._open(sequence, b"state", len(fed), blob, fed)
         if self.model.memory == "recurrent":
-            self._held[sequence].cells = self._filled(sequence, [0] * len(tokens))
+            self._held[sequence].cells = self._filled(sequence, [0] * len(fed))
         self._held[sequence].state = state
-        self._incomplete.discard(sequence)
+        self._contents.put(sequence, fed)
+
+    @contextmanager
+    def _emptied_on_refusal(self, sequence: int) -> Iterator[None]:
+        try:
+            yield
+        except StateRefused:
+            self.clear(sequence)
+            raise
 
     def _rows_of(self, cells: list[int]) -> list[int]:
         self.clock.advance(self._cost.moved * len(cells))
@@ -359,24 +395,21 @@ class SimulatedRuntime:
         self._values.update(zip(cells, rows, strict=True))
         return cells
 
-    def _seal(self, form: bytes, start: int, tokens: Sequence[int], values: list[int]) -> bytes:
+    def _seal(self, form: bytes, start: int, tokens: array[int], values: list[int]) -> bytes:
         known, fed = self.model.fingerprint, _token_hash(tokens)
         head = _HEAD.pack(form, known, fed, start, len(tokens))
         body = struct.pack(f"<{len(values)}Q", *values)
         return head + hashlib.sha256(head + body).digest() + body
 
     def _open(
-        self, sequence: int, form: bytes, start: int, blob: bytes, tokens: Sequence[int]
+        self, sequence: int, form: bytes, start: int, blob: bytes, tokens: array[int]
     ) -> tuple[int, ...]:
         """Return the values of a blob that belongs here, else empty the sequence and refuse."""
-        try:
+        with self._emptied_on_refusal(sequence):
             self._refuse_foreign(form, start, blob, tokens)
-        except StateRefused:
-            self.clear(sequence)
-            raise
         return struct.unpack(f"<{(len(blob) - _BODY) // 8}Q", blob[_BODY:])
 
-    def _refuse_foreign(self, form: bytes, start: int, blob: bytes, tokens: Sequence[int]) -> None:
+    def _refuse_foreign(self, form: bytes, start: int, blob: bytes, tokens: array[int]) -> None:
         if len(blob) < _BODY:
             raise StateRefused("length", f"a state of {len(blob)} bytes is truncated")
         was_form, known, fed, was_start, end = _HEAD.unpack_from(blob)
@@ -397,8 +430,8 @@ class SimulatedRuntime:
         """See `Runtime.close`."""
 
 
-def _token_hash(tokens: Sequence[int]) -> bytes:
-    return hashlib.sha256(struct.pack(f"<{len(tokens)}i", *tokens)).digest()
+def _token_hash(tokens: array[int]) -> bytes:
+    return hashlib.sha256(tokens).digest()
 
 
 class FailingRuntime(SimulatedRuntime):
@@ -422,6 +455,13 @@ class FailingRuntime(SimulatedRuntime):
             raise failure
         super().copy(source, target, length)
 
+    def copy_rows(self, source: int, target: int, length: int) -> None:
+        """Fail once if told to, else copy."""
+        failure, self.fails_next_copy = self.fails_next_copy, None
+        if failure is not None:
+            raise failure
+        super().copy_rows(source, target, length)
+
     def save_rows(self, sequence: int, start: int, end: int, tokens: Sequence[int]) -> bytes:
         """Fail once if told to, else save."""
         failure, self.fails_next_save = self.fails_next_save, None
@@ -430,7 +470,7 @@ class FailingRuntime(SimulatedRuntime):
         return super().save_rows(sequence, start, end, tokens)
 
     def _open(
-        self, sequence: int, form: bytes, start: int, blob: bytes, tokens: Sequence[int]
+        self, sequence: int, form: bytes, start: int, blob: bytes, tokens: array[int]
     ) -> tuple[int, ...]:
         """Fail once if told to, with the sequence empty as after any failed restore."""
         failure, self.fails_next_restore = self.fails_next_restore, None

@@ -1,0 +1,59 @@
+"""Would a checkpoint have served this prompt that is no longer there?
+
+Of states that had to leave, or that could not be put back, the place and the reason are
+remembered: no state, a path each, and as paths share what they have in common, seldom more than
+the paths that were seen anyway. What a chat outgrew is no loss and is not noted.
+
+Invariant: at most `n_tokens_most` tokens of paths; the losses noted longest ago are forgotten
+first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from orchestrator.pool.seen import Seen
+
+_WIDTH = 4  # bytes of one packed token
+
+LossCause = Literal["evicted", "refused"]
+"""evicted: it had to make room; refused: it was there and could not be put back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A checkpoint of the first `length` tokens is gone."""
+
+    length: int
+    cause: LossCause
+
+
+class Losses:
+    """See the module's head. `n_tokens_most` bounds what their paths hold together."""
+
+    def __init__(self, n_tokens_most: int) -> None:
+        self._places = Seen(n_tokens_most)
+
+    def __len__(self) -> int:
+        """Return how many places are remembered."""
+        return len(self._places)
+
+    def note(self, path: bytes, length: int, cause: LossCause) -> None:
+        """Remember that the checkpoint of the first `length` tokens of a packed path is gone."""
+        if 0 < length <= self._places.n_tokens_most:  # a shortened path would name another place
+            self._places.add(path[: length * _WIDTH], cause)
+
+    def regained(self, path: bytes, length: int) -> None:
+        """Forget a loss: a checkpoint stands there again."""
+        self._places.remove(path[: length * _WIDTH])
+
+    def longest(self, prompt: bytes, at_most: int) -> Loss | None:
+        """Return the longest loss that would have served the first `at_most` tokens of a prompt.
+
+        It costs the branches on the prompt's own path.
+        """
+        found = None
+        for length, cause in self._places.ends(prompt[: at_most * _WIDTH]):
+            found = Loss(length, cast("LossCause", cause))
+        return found
