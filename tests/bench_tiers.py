@@ -17,7 +17,7 @@ from real import DEMO, open_runtime
 
 from orchestrator.engine.memory import Memory
 from orchestrator.engine.mover import Mover
-from orchestrator.pool.checkpoint import Checkpoint
+from orchestrator.pool.checkpoint import Checkpoint, Holder
 from orchestrator.pool.index import pack
 from orchestrator.runtime.protocol import Chunk
 
@@ -36,7 +36,9 @@ def main(model: str = DEMO) -> None:
             taken: list[list[float]] = []
             for round_ in range(ROUNDS):
                 prompt = tokens(length, round_ + 1)
-                kept = Checkpoint(pack(prompt), length, "turn", 0, 0, 0)
+                path = pack(prompt)
+                holder = Holder(None, path, length=length)
+                kept = Checkpoint(path, length, "turn", 0, 0, holder)
                 row = [timed(lambda: read(runtime, 0, prompt))]  # noqa: B023
                 memory.ledger.extend(0, length)
                 row.append(timed(lambda: memory.copy(0, 1)))
@@ -47,6 +49,7 @@ def main(model: str = DEMO) -> None:
                 mover.begin_import(kept, 2, lambda stands: None)
                 row.append(timed(lambda: _all(mover)))
                 mover.forget(kept)
+                mover.trim(holder, 0)
                 memory.decode([Chunk(2, length, (40,), wants_logits=True)])
                 memory.clear(2)
                 taken.append(row)

@@ -88,8 +88,8 @@ def check(core: Core, runtime: SimulatedRuntime) -> None:
     keeper = core._keeper
     pool, ledger, book = keeper.pool, keeper.memory.ledger, keeper.pool.book
     lanes = {lane.sequence: lane for lane in core._seats.lanes}
-    resident = {c.sequence: c for c in book.resident()}
-    assert len(resident) == len(list(book.resident())), "two checkpoints in one sequence"
+    check_holders(core)
+    resident = {c.sequence: c.holder for c in book.resident() if not c.holder.is_lane}
     assert len(lanes) == len(core._seats.lanes), "two lanes in one sequence"
     assert not lanes.keys() & resident.keys(), "a lane runs in a checkpoint's sequence"
     n_sequences = runtime.limits.n_sequences
@@ -99,6 +99,7 @@ def check(core: Core, runtime: SimulatedRuntime) -> None:
         assert ledger.length(sequence) == held
         if sequence in resident:
             assert held == resident[sequence].length
+            assert runtime.is_incomplete(sequence) != resident[sequence].is_whole
         elif sequence in lanes:
             assert not lanes[sequence].is_ready or held == lanes[sequence].fed
         else:
@@ -108,20 +109,49 @@ def check(core: Core, runtime: SimulatedRuntime) -> None:
     check_chats(core)
 
 
+def check_holders(core: Core) -> None:
+    """Assert that every checkpoint is entered where its rows are, and a live one at their end."""
+    pool = core._keeper.pool
+    holders = dict.fromkeys(c.holder for c in pool.checkpoints)
+    assert sum(len(holder.checkpoints) for holder in holders) == len(pool.checkpoints)
+    sequences = [holder.sequence for holder in holders if holder.sequence is not None]
+    assert len(sequences) == len(set(sequences)), "two holders in one sequence"
+    for holder in holders:
+        live = [c for c in holder.checkpoints if c.is_live]
+        if holder.is_lane:
+            assert holder is pool.lane(holder.sequence or 0)
+            assert not live
+            continue
+        if holder.sequence is None:
+            assert not live
+            assert holder.length >= holder.longest()
+        else:
+            assert holder.length == holder.longest()
+            assert len(live) == holder.is_whole
+            assert all(c.length == holder.length for c in live)
+        for checkpoint in holder.checkpoints:
+            assert holder.path.startswith(checkpoint.path)
+
+
 def check_budgets(core: Core) -> None:
     """Assert that what is exported fits, and that lanes alone pass the resident budget."""
     keeper = core._keeper
     pool, ledger = keeper.pool, keeper.memory.ledger
-    exported = list(pool.book.exported())
-    assert pool.book.exported_bytes == sum(c.n_bytes for c in exported) == keeper.mover.n_bytes
-    assert pool.book.exported_tokens == sum(c.length for c in exported)
-    if not all(c.leases for c in exported):  # a budget may shrink under a state that is in use
+    exported = dict.fromkeys(c.holder for c in pool.book.exported())
+    n_bytes = sum(c.n_bytes for c in pool.checkpoints) + sum(h.n_bytes for h in exported)
+    assert pool.book.exported_bytes == n_bytes == keeper.mover.n_bytes
+    assert pool.book.exported_tokens == sum(holder.length for holder in exported)
+    if not all(c.leases for c in pool.book.exported()):  # a budget may shrink under a state that is in use
         assert pool.exported_bytes <= pool.budgets.exported_bytes
         tokens = pool.budgets.exported_tokens
         assert tokens is None or pool.exported_tokens <= tokens
     cells = pool.budgets.resident_cells
     if cells is not None and ledger.free is not None and ledger.used > cells:
-        movable = [c.sequence for c in pool.book.resident() if not c.leases]
+        movable = [
+            c.sequence
+            for c in pool.book.resident()
+            if not c.holder.is_lane and not any(other.leases for other in c.holder.checkpoints)
+        ]
         sequences = [sequence for sequence in movable if sequence is not None]
         assert not ledger.freed_by(sequences), "a checkpoint stays beyond the resident budget"
 
@@ -132,9 +162,10 @@ def check_chats(core: Core) -> None:
     seeds = [lane.admission.seed for lane in core._seats.lanes if not lane.is_ready]
     holders = [seed.checkpoint for seed in seeds if seed is not None]
     holders += [t.lane.parked for t in core._seats.scheduler if t.lane and t.lane.parked]
-    holders += list(keeper.pool._moving)
+    moving = keeper.pool.moving
     for checkpoint in keeper.pool.checkpoints:
         assert checkpoint.leases == holders.count(checkpoint)
+        assert checkpoint.holder.leases == (checkpoint.holder in moving)
     for conversation, turn in keeper.pool.book.latest.items():
         assert turn in keeper.pool.checkpoints
         assert turn.kind in ("turn", "reply")

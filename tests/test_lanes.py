@@ -25,7 +25,7 @@ from simulation import KINDS, request
 
 from orchestrator.engine.core import Options
 from orchestrator.pool.book import Book
-from orchestrator.pool.checkpoint import Checkpoint
+from orchestrator.pool.checkpoint import Checkpoint, Holder
 from orchestrator.pool.index import pack
 from orchestrator.pool.plans import Budgets
 from orchestrator.runtime.protocol import MemoryKind
@@ -285,7 +285,8 @@ def test_of_two_equal_matches_the_resident_one_wins(
 ) -> None:
     book, path = Book(divisible=divisible), pack(b"equal")
     for number, sequence in enumerate(sequences):
-        book.add(Checkpoint(path, 5, "turn", f"talk {number}", number, sequence))
+        holder = Holder(sequence, path, length=5)
+        book.add(Checkpoint(path, 5, "turn", f"talk {number}", number, holder))
     seed = book.longest(pack(b"equal and more"))
     assert seed is not None
     assert (seed.checkpoint.tier, seed.length) == ("resident", 5)

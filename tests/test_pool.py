@@ -10,7 +10,7 @@ from orchestrator.pool.index import pack
 from orchestrator.pool.ledger import Ledger
 from orchestrator.pool.placement import RESEND_GAP, place
 from orchestrator.pool.plans import Admission, Budgets, Claim
-from orchestrator.pool.pool import Pool
+from orchestrator.pool.pool import Forms, Pool
 
 
 class Hands:
@@ -26,7 +26,8 @@ class Hands:
     ) -> None:
         self.ledger = Ledger(n_cells)
         budgets = Budgets(history=history)
-        self.pool = Pool(n_sequences, self.ledger, divisible=divisible, budgets=budgets)
+        forms = Forms(divisible=divisible)
+        self.pool = Pool(n_sequences, self.ledger, forms=forms, budgets=budgets)
 
     def admit(self, prompt: str, turn: int = 0, conversation: str | None = None) -> Admission:
         """Give a prompt a lane; it must be possible."""
@@ -57,7 +58,7 @@ class Hands:
         keep = self.pool.plan_keep(admission, pack(path.encode()), kind)
         if keep is None:
             return None
-        self.evict(keep.evicted)
+        self.evict((*keep.evicted, *keep.dropped))
         assert keep.checkpoint.sequence is not None
         self.ledger.copy(admission.sequence, keep.checkpoint.sequence)
         self.pool.kept(keep)
@@ -75,8 +76,9 @@ class Hands:
         """Clear what leaves."""
         for checkpoint in checkpoints:
             assert checkpoint.sequence is not None
-            self.ledger.clear(checkpoint.sequence)
+            sequence = checkpoint.sequence
             self.pool.drop(checkpoint)
+            self.ledger.clear(sequence)
 
     def turn(
         self, text: str, opener: str = "[thinking]", conversation: str | None = None
@@ -368,4 +370,4 @@ def test_where_rows_can_be_cut_a_longer_reply_makes_its_beginnings_pointless() -
 @pytest.mark.parametrize(("n_sequences", "history"), [(0, 0), (4, -1)])
 def test_an_impossible_pool_is_refused(n_sequences: int, history: int) -> None:
     with pytest.raises(InvalidArgument):
-        Pool(n_sequences, Ledger(10), divisible=False, budgets=Budgets(history=history))
+        Pool(n_sequences, Ledger(10), forms=Forms(), budgets=Budgets(history=history))

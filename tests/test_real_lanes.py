@@ -15,7 +15,7 @@ import pytest
 import scenarios
 from real import open_runtime, path_of
 from scenarios import Answer, Front, Talk, converse, words
-from simulation import check_budgets, check_chats, request
+from simulation import check_budgets, check_chats, check_holders, request
 
 from orchestrator.engine.core import Core, Options
 from orchestrator.engine.exactness import steadied
@@ -109,7 +109,8 @@ def real(model: str, options: Options, **sizes: int) -> Iterator[Front]:
 def check(core: Core, runtime: LlamaRuntime) -> None:
     """Assert that pool, ledger and llama.cpp's own positions say the same."""
     keeper = core._keeper
-    held = {c.sequence: c.length for c in keeper.pool.book.resident()}
+    check_holders(core)
+    held = {c.sequence: c.holder.length for c in keeper.pool.book.resident()}
     held |= {lane.sequence: lane.fed for lane in core._seats.lanes if lane.is_ready}
     filling = {lane.sequence for lane in core._seats.lanes if not lane.is_ready}
     for sequence in set(range(runtime.limits.n_sequences)) - filling:

@@ -209,7 +209,7 @@ def test_a_speaking_lane_waits_for_one_slice_at_most(memory: MemoryKind) -> None
     simulated.compare(answer)
 
 
-@every_sliced_kind
+@pytest.mark.parametrize("memory", ["windowed", "attention"])
 def test_a_state_saved_from_a_running_lane_holds_nobody_up(memory: MemoryKind) -> None:
     """No sequence is to spare, so the turn's state goes from the lane to host memory."""
     cost = Cost(call=0.01, token=0.0001, moved=0.0001)
@@ -233,7 +233,7 @@ def test_a_state_saved_from_a_running_lane_holds_nobody_up(memory: MemoryKind) -
 
 @pytest.mark.parametrize("what", ["cancel", "fail", "resize", "save fails"])
 def test_a_save_that_is_broken_off_leaves_nothing_behind(what: str) -> None:
-    simulated = front("hybrid", 2, n_sequences=2, cell_bytes=WIDE)
+    simulated = front("windowed", 2, n_sequences=2, cell_bytes=WIDE)
     speaker(simulated)
     log = Log(simulated, "save_rows")
     asked = request([*words("chat", 1000), *b"<assistant>"], turn=1000)

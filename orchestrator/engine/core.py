@@ -66,7 +66,7 @@ class Core:
         self._runtime = runtime
         self._clock = clock
         self.counters = Counters()
-        self._keeper = Keeper(runtime, options.budgets, self.counters)
+        self._keeper = Keeper(runtime, options.budgets, self.counters, options.n_lanes)
         rng = rng or random.Random()
         self._seats = Seats(runtime, self._keeper, options, self.counters, clock, rng)
         self._pace = Pace(limits.n_batch, options.step_seconds)
@@ -221,10 +221,7 @@ class Core:
         """End a lane with an error; where its states are `suspect`, what was kept of it as well."""
         try:
             if suspect:
-                serial = lane.admission.serial
-                kept = [c for c in self._keeper.pool.checkpoints if c.serial == serial]
-                self._keeper.drop(kept, scrub=True)
-                self._keeper.memory.scrub(lane.sequence)
+                self._keeper.condemn(lane)
             self._seats.release(lane, None)
         finally:
             lane.ticket.answer(error)

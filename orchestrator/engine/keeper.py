@@ -17,9 +17,9 @@ from orchestrator.engine.lane import Lane
 from orchestrator.engine.memory import Memory
 from orchestrator.engine.mover import Mover, Parcel
 from orchestrator.errors import InvalidArgument, PoolFull, StateRefused
-from orchestrator.pool.checkpoint import Checkpoint, Holder, Kind
 from orchestrator.pool.book import Seed
-from orchestrator.pool.plans import Admission, Budgets, Export, Fold, Keep, Weights
+from orchestrator.pool.checkpoint import Checkpoint, Holder, Kind
+from orchestrator.pool.plans import Admission, Budgets, Export, Keep, Weights
 from orchestrator.pool.pool import Forms, Pool
 from orchestrator.runtime.protocol import Limits, Runtime
 
@@ -78,20 +78,24 @@ class Keeper:
         sequence, longest = holder.sequence, holder.longest()
         if holder.is_lane:
             return
-        if sequence is None or not longest:
+        if self.mover.is_moving(holder):
+            self.mover.stop(holder)
+            if longest:
+                self.pool.stayed(holder)
+        if sequence is None:
             row_bytes = self.mover.trim(holder, longest)
             if longest:
                 self.pool.trim(holder, row_bytes)
-        if sequence is not None and not longest:
-            (self.memory.scrub if scrub else self.memory.clear)(sequence)
-        elif sequence is not None:
+        elif longest:
             self._strip(holder, sequence, longest)
+        else:
+            (self.memory.scrub if scrub else self.memory.clear)(sequence)
 
     def _strip(self, holder: Holder, sequence: int, length: int) -> None:
         """Cut a resident holder to `length`; unless its state is still of use it loses that too."""
         if any(checkpoint.is_live for checkpoint in holder.checkpoints):
             return
-        if self.memory.is_complete(sequence):
+        if holder.is_whole:
             self.memory.strip(sequence)
         holder.is_whole, holder.length = False, length
         if self.memory.ledger.length(sequence) > length:
@@ -104,7 +108,8 @@ class Keeper:
         given up before all that is to be moved has been.
         """
         leaving = {checkpoint: checkpoint.holder for checkpoint in checkpoints}
-        sent = [holder for holder in _whole_holders(leaving) if self._send(holder)]
+        holders = _whole_holders(leaving)
+        sent = [holder for holder in holders if self._send(holder, holders)]
         if any(self.mover.is_moving(holder) for holder in sent):
             return False
         self._drop_stayed(leaving)
@@ -113,25 +118,25 @@ class Keeper:
     def clear_now(self, checkpoints: Iterable[Checkpoint]) -> None:
         """Let checkpoints leave their sequences at once, without waiting for slices."""
         leaving = {checkpoint: checkpoint.holder for checkpoint in checkpoints}
-        for holder in _whole_holders(leaving):
-            if self._send(holder):
+        holders = _whole_holders(leaving)
+        for holder in holders:
+            if self._send(holder, holders):
                 self.mover.finish(holder)
         self._drop_stayed(leaving)
 
     def _drop_stayed(self, leaving: Mapping[Checkpoint, Holder]) -> None:
         """Give up what was to leave its sequence and found no other place."""
         there = self.pool.checkpoints
-        self.drop(
-            [c for c, holder in leaving.items() if c in there and c.holder is holder and c.sequence is not None]
-        )
+        stayed = [c for c, holder in leaving.items() if c in there and c.holder is holder]
+        self.drop(c for c in stayed if c.sequence is not None)
 
-    def _send(self, holder: Holder) -> bool:
+    def _send(self, holder: Holder, leaving: Collection[Holder]) -> bool:
         """Move a holder's checkpoints elsewhere, or begin to; False where they are not worth it."""
         if holder.sequence is None:
             return False
         if self.mover.is_moving(holder):
             return True
-        if len(holder.checkpoints) == 1 and self._fold(*holder.checkpoints):
+        if len(holder.checkpoints) == 1 and self._fold(*holder.checkpoints, leaving=leaving):
             return True
         export = self.pool.plan_export(holder)
         if export is None:
@@ -139,9 +144,9 @@ class Keeper:
         self._begin(export, holder.sequence)
         return True
 
-    def _fold(self, checkpoint: Checkpoint) -> bool:
+    def _fold(self, checkpoint: Checkpoint, *, leaving: Collection[Holder]) -> bool:
         """Make a whole checkpoint a snapshot on rows that stay anyway, where there are some."""
-        fold, sequence = self.pool.plan_fold(checkpoint), checkpoint.sequence
+        fold, sequence = self.pool.plan_fold(checkpoint, leaving), checkpoint.sequence
         if fold is None or sequence is None:
             return False
         self.drop(fold.evicted)
@@ -211,7 +216,8 @@ class Keeper:
             self.pool.admitted(admission)
             seated(True)
         else:
-            self.drop([seed.checkpoint])
+            lost = seed.checkpoint.holder.checkpoints if admission.takes_over else [seed.checkpoint]
+            self.drop(list(lost))  # a sequence that was to be taken over holds nothing now
             return False
         return True
 
@@ -234,7 +240,7 @@ class Keeper:
             self.memory.copy_rows(source, sequence, length)
         else:
             self.drop(admission.overrun)
-            if self.memory.is_complete(sequence):
+            if checkpoint.holder.is_whole:
                 self.memory.strip(sequence)
             self.memory.cut(sequence, length)
         self.mover.put(checkpoint, sequence)
@@ -395,6 +401,13 @@ class Keeper:
         if plan is not None:
             self.mover.forget(plan.checkpoint)
             self.pool.unsaved(plan)
+
+    def condemn(self, lane: Lane) -> None:
+        """Give up all that may hold what a lane left there, and overwrite its sequence."""
+        serial, rows = lane.admission.serial, self.pool.lane(lane.sequence)
+        kept = [c for c in self.pool.checkpoints if c.serial == serial or c.holder is rows]
+        self.drop(kept, scrub=True)
+        self.memory.scrub(lane.sequence)
 
     def forget(self, conversation: str) -> None:
         """Give up what a conversation alone kept or used, also what is on its way out."""

@@ -212,20 +212,31 @@ class Mover:
         self._moves.append(_Move(checkpoint, sequence, advance, is_import=True))
 
     def _loading(self, checkpoint: Checkpoint, sequence: int) -> Generator[None, None, None]:
+        """Return what fills a sequence. It has the bytes in hand: others may drop them meanwhile."""
+        state, tokens = self._states[checkpoint], _unpacked(checkpoint.path)
         if not self._is_sliced:
-            state = self._states[checkpoint]
-            self._memory.restore(sequence, state, _unpacked(checkpoint.path))
-            return
-        slices = self._rows[checkpoint.holder]
-        tokens = _unpacked(checkpoint.holder.path)
+            return self._whole(sequence, state, tokens)
+        holder = checkpoint.holder
+        slices, held = self._rows.get(holder, ()), _unpacked(holder.path)
+        return self._in_slices(sequence, slices, held, state, tokens)
+
+    def _whole(
+        self, sequence: int, state: bytes, tokens: array[int]
+    ) -> Generator[None, None, None]:
+        self._memory.restore(sequence, state, tokens)
+        yield from ()
+
+    def _in_slices(
+        self, sequence: int, slices: Slices, held: array[int], state: bytes, tokens: array[int]
+    ) -> Generator[None, None, None]:
         for start, blob in slices:
-            if start >= checkpoint.length:
+            if start >= len(tokens):
                 break
-            self._memory.restore_rows(sequence, start, blob, tokens)
+            self._memory.restore_rows(sequence, start, blob, held)
             yield
         if slices:
-            self._memory.cut(sequence, checkpoint.length)  # the last slice may go beyond it
-        self.put(checkpoint, sequence)
+            self._memory.cut(sequence, len(tokens))  # the last slice may go beyond it
+        self._memory.restore_state(sequence, state, tokens)
 
     # ---- on the way ---------------------------------------------------------------------------
 
@@ -253,11 +264,9 @@ class Mover:
     def trim(self, holder: Holder, length: int) -> int:
         """Drop the rows that `length` tokens do not need; return the bytes of those that stay.
 
-        The slice that goes beyond them stays whole. With 0 all is dropped, also what is moving.
+        The slice that goes beyond them stays whole.
         """
         slices = self._rows.pop(holder, ())
-        if length == 0:
-            self._stop(holder)
         kept = tuple((start, blob) for start, blob in slices if start < length)
         if kept:
             self._rows[holder] = kept

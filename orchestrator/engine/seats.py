@@ -386,7 +386,7 @@ class Seats:
             self._evacuate(lane, lane.parked)
 
     def _evacuate(self, lane: Lane, parked: Checkpoint) -> None:
-        self._keeper.clear_now([parked])
+        self._keeper.clear_now(list(parked.holder.checkpoints))
         if parked not in self._keeper.pool.checkpoints:
             lane.parked = None
 

@@ -57,13 +57,13 @@ class Holder:
     """
 
     sequence: int | None
-    trunk: bytes
+    trunk: bytes = field(repr=False)
     is_lane: bool = False
     is_whole: bool = True
     length: int = 0
     n_bytes: int = 0
     leases: int = 0
-    checkpoints: dict[Checkpoint, None] = field(default_factory=dict)
+    checkpoints: dict[Checkpoint, None] = field(default_factory=dict, repr=False)
 
     @property
     def path(self) -> bytes:
@@ -91,7 +91,7 @@ class Checkpoint:
     from it; `leases` how many running admissions and transfers need it to stay.
     """
 
-    trunk: bytes
+    trunk: bytes = field(repr=False)
     length: int
     kind: Kind
     conversation: Conversation

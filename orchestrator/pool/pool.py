@@ -343,7 +343,6 @@ class Pool:
         if not lane.checkpoints:
             self._free.add(release.sequence)
         lane.length = lane.longest()
-        lane.is_whole = any(c.is_live for c in lane.checkpoints)
         return lane
 
     def _enter(self, checkpoint: Checkpoint) -> None:
@@ -383,15 +382,19 @@ class Pool:
         if source.sequence is not None:
             self._free.add(source.sequence)
 
-    def plan_fold(self, checkpoint: Checkpoint) -> Fold | None:
-        """Return how a whole checkpoint becomes a snapshot on rows that stay anyway."""
+    def plan_fold(self, checkpoint: Checkpoint, leaving: Collection[Holder]) -> Fold | None:
+        """Return how a whole checkpoint becomes a snapshot on rows that stay anyway.
+
+        Those of holders that are `leaving` do not.
+        """
         holder = checkpoint.holder
         alone = checkpoint.is_live and len(holder.checkpoints) == 1
         if not (self.forms.snapshots and alone) or holder.sequence is None or checkpoint.is_held:
             return None
         path = checkpoint.path
         others = [*self._resident_holders(), *self._lanes.values()]
-        target = next((o for o in others if o is not holder and self._keeps(o, path)), None)
+        staying = (o for o in others if o is not holder and o not in leaving)
+        target = next((other for other in staying if self._keeps(other, path)), None)
         if target is None:
             return None
         most = self.book.standing(checkpoint).rank()
@@ -661,7 +664,7 @@ class Pool:
             for c in self.book.resident()
             if c.is_superseded and c.conversation != admission.conversation
         )
-        lasting.sort(key=lambda c: c.tick)
+        lasting.sort(key=lambda c: (c.serial, c.tick))
         beyond = set(lasting[: max(0, len(lasting) - self.budgets.history)])
         passing = set(outdated).difference(lasting)
         return [c for c in self.checkpoints if (c in beyond or c in passing) and not c.is_held]

@@ -257,6 +257,10 @@ class SimulatedRuntime:
         """See `Runtime.length`."""
         return self._contents.length(sequence)
 
+    def is_incomplete(self, sequence: int) -> bool:
+        """Whether a sequence has rows and not their state."""
+        return self._contents.is_incomplete(sequence)
+
     def copy(self, source: int, target: int, length: int | None = None) -> None:
         """See `Runtime.copy`."""
         memory = self.model.memory
