@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["turn", "resend", "reply", "partial", "shared", "system"]
+Kind = Literal[
+    "turn", "resend", "reply", "partial", "shared", "system", "mark", "message", "anchor"
+]
 """Why a checkpoint was kept.
 
 turn     where a chat's input ends, before the generation prompt: serves the next turn
@@ -19,6 +21,9 @@ reply    where generation ended: serves a caller who extends the reply verbatim
 partial  where a cancelled or a preempted request stood
 shared   where requests that waited behind this one go their own way
 system   where the system and tools block ends: serves every chat under the same one
+mark     where the caller asked for one
+message  where a message of the user starts: serves an edit of that message
+anchor   somewhere along a long prompt: serves what parts from it at no other point
 """
 
 Tier = Literal["resident", "exported"]
@@ -64,7 +69,11 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A position where a prefill chunk must end, because a state is wanted there."""
+    """A position where a state is wanted; a prefill chunk must end there.
+
+    `is_soft`: it costs no pass of its own, the state is kept at the first chunk end at or after it.
+    """
 
     length: int
     kind: Kind
+    is_soft: bool = False

@@ -25,7 +25,7 @@ from orchestrator.pool.book import Book, Seed
 from orchestrator.pool.checkpoint import Checkpoint, Conversation, Kind
 from orchestrator.pool.eviction import fewest, leaving_order
 from orchestrator.pool.ledger import Ledger
-from orchestrator.pool.placement import place
+from orchestrator.pool.placement import place_simply
 from orchestrator.pool.plans import (
     TOKEN_WIDTH,
     Admission,
@@ -120,7 +120,9 @@ class Pool:
         sequence, evicted = room
         seeded = seed.length if seed else 0
         stops = (
-            place(claim.length, claim.turn, seeded, base=claim.base, divisible=self._divisible)
+            place_simply(
+                claim.length, claim.turn, seeded, base=claim.base, divisible=self._divisible
+            )
             if claim.keeps
             else ()
         )
