@@ -8,7 +8,8 @@ from orchestrator.errors import InvalidArgument
 from orchestrator.pool.checkpoint import Checkpoint, Kind, Stop
 from orchestrator.pool.index import pack
 from orchestrator.pool.ledger import Ledger
-from orchestrator.pool.placement import RESEND_GAP, place
+from orchestrator.pool.placement import RESEND_GAP
+from orchestrator.pool.placement import place_simply as place
 from orchestrator.pool.plans import Admission, Budgets, Claim
 from orchestrator.pool.pool import Forms, Pool
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 import tiny_models
 from numpy.typing import NDArray
-from real import DEMO, open_runtime
+from real import DEMO, open_exact, open_runtime
 
 from orchestrator.errors import BackendError, InvalidArgument, PoolFull, StateRefused
 from orchestrator.pool.ledger import Ledger
@@ -442,7 +444,7 @@ def test_a_slice_that_finds_no_cells_empties_the_whole_sequence(runtime: Runtime
     assert np.array_equal(wanted, feed(runtime, 0, TEXT[100:]))
 
 
-def test_an_incomplete_sequence_can_be_completed_or_emptied_and_nothing_else(
+def test_an_incomplete_sequence_is_never_evaluated_nor_copied_or_saved_as_if_it_were_whole(
     runtime: Runtime,
 ) -> None:
     if not runtime.limits.sliced:
@@ -457,6 +459,10 @@ def test_an_incomplete_sequence_can_be_completed_or_emptied_and_nothing_else(
         lambda: runtime.decode([Chunk(2, 0, (40,), True), Chunk(1, 50, (40,), True)][::-1]),
         lambda: runtime.copy(1, 2),
         lambda: runtime.copy(0, 1),
+        lambda: runtime.strip(1),
+        lambda: runtime.copy_rows(1, 2, 51),
+        lambda: runtime.cut(1, 51),
+        lambda: runtime.cut(1, -1),
         lambda: runtime.save(1, TEXT[:50]),
         lambda: runtime.save_state(1, TEXT[:50]),
         lambda: runtime.restore(1, whole, PROMPT),
@@ -478,6 +484,47 @@ def test_an_incomplete_sequence_can_be_completed_or_emptied_and_nothing_else(
     runtime.restore_rows(3, 0, first, PROMPT)
     runtime.reset()
     assert np.array_equal(feed(runtime, 3, PROMPT), feed(runtime, 0, PROMPT))
+
+
+def test_rows_without_their_state_are_saved_as_those_of_a_whole_sequence(runtime: Runtime) -> None:
+    if not runtime.limits.sliced:
+        return
+    feed(runtime, 0, PROMPT)
+    state, slices = runtime.save_state(0, PROMPT), save_in_slices(runtime, [0, 50, 100])
+    wanted = feed(runtime, 0, TEXT[100:])
+    runtime.reset()
+    restore_rows(runtime, 1, [0, 50], slices)
+    assert save_in_slices(runtime, [0, 50, 100], sequence=1) == slices
+    restore_rows(runtime, 2, [0, 50], slices)
+    runtime.restore_state(2, state, PROMPT)
+    assert np.array_equal(wanted, feed(runtime, 2, TEXT[100:]))
+
+
+def test_rows_without_their_state_are_cut_where_no_window_is_in_the_way(runtime: Runtime) -> None:
+    if not runtime.limits.sliced:
+        return
+    feed(runtime, 0, PROMPT)
+    state = runtime.save_state(0, PROMPT)
+    first, second = save_in_slices(runtime, [0, 50, 100])
+    middle = runtime.save_rows(0, 30, 50, PROMPT)
+    wanted = feed(runtime, 0, TEXT[100:])
+    runtime.reset()
+    runtime.restore_rows(1, 0, first, PROMPT)
+    if runtime.model.memory == "windowed":
+        with pytest.raises(InvalidArgument, match="cannot be cut"):
+            runtime.cut(1, 30)
+    else:
+        runtime.cut(1, 30)
+        assert runtime.length(1) == 30
+        runtime.restore_rows(1, 30, middle, PROMPT)
+    runtime.cut(1, 50)
+    runtime.restore_rows(1, 50, second, PROMPT)
+    runtime.restore_state(1, state, PROMPT)
+    assert np.array_equal(wanted, feed(runtime, 1, TEXT[100:]))
+    runtime.restore_rows(2, 0, first, PROMPT)
+    runtime.cut(2, 0)
+    assert runtime.length(2) == 0
+    assert runtime.decode([Chunk(2, 0, (40,), wants_logits=False)]) == [None]
 
 
 def test_a_scrub_beside_an_incomplete_sequence_leaves_its_rows(runtime: Runtime) -> None:
@@ -514,6 +561,338 @@ def test_without_rows_there_are_no_slices_but_the_state_moves_alone(runtime: Run
         assert (runtime.length(0), runtime.length(1)) == (len(TEXT), 0)
     runtime.restore_state(1, state, PROMPT)
     assert np.array_equal(wanted, feed(runtime, 1, TEXT[100:]))
+
+
+DEPTHS = (20, 65, 110, 140)
+REPLY = [70, 71, 72, 73, 74, 75]
+
+
+def snapshots_of(runtime: Runtime, sequence: int, depths: tuple[int, ...] = DEPTHS) -> list[bytes]:
+    """Feed the text to an empty sequence and return its state at each depth."""
+    states, before = [], 0
+    for depth in depths:
+        feed(runtime, sequence, TEXT[before:depth])
+        states.append(runtime.save_state(sequence, TEXT[:depth]))
+        before = depth
+    feed(runtime, sequence, TEXT[before:])
+    return states
+
+
+def replies(runtime: Runtime, lanes: list[int]) -> list[list[NDArray[np.float32]]]:
+    """Return the logits of each lane as all go on together, in calls of as many as may be."""
+    seen: dict[int, list[NDArray[np.float32]]] = {lane: [] for lane in lanes}
+    size = runtime.limits.n_joint or len(lanes)
+    crowds = [lanes[at : at + size] for at in range(0, len(lanes), size)]
+    for token, crowd in product(REPLY, crowds):
+        chunks = [Chunk(lane, runtime.length(lane), (token,), True) for lane in crowd]
+        for lane, row in zip(crowd, runtime.decode(chunks), strict=True):
+            assert row is not None
+            seen[lane].append(runtime.logits(row))
+    return list(seen.values())
+
+
+def cold_replies(runtime: Runtime, depths: tuple[int, ...]) -> list[list[NDArray[np.float32]]]:
+    """Return what `replies` gives where every lane read its tokens itself; empties the runtime.
+
+    The lanes read in the same chunks as `snapshots_of` and lie in the sequences from 1 on, as many
+    as are to go on together.
+    """
+    runtime.reset()
+    for lane, depth in enumerate(depths, 1):
+        before = 0
+        for end in [each for each in DEPTHS if each <= depth]:
+            feed(runtime, lane, TEXT[before:end])
+            before = end
+    seen = replies(runtime, list(range(1, len(depths) + 1)))
+    runtime.reset()
+    return seen
+
+
+def seed(runtime: Runtime, holder: int, lane: int, depth: int, state: bytes) -> None:
+    """Begin a lane at a depth of a holder's path."""
+    runtime.copy_rows(holder, lane, depth)
+    runtime.restore_state(lane, state, TEXT[:depth])
+    assert runtime.length(lane) == depth
+
+
+def same(here: list[list[NDArray[np.float32]]], there: list[list[NDArray[np.float32]]]) -> bool:
+    """Whether two crowds of lanes saw the same to the last bit."""
+    return np.array_equal(np.array(here), np.array(there))
+
+
+def take_every_cell(runtime: Runtime, used: int) -> None:
+    """Fill sequence 5 with what `used` cells leave free, and check that no more is."""
+    fill(runtime, 5, runtime.limits.n_cells - used)
+    with pytest.raises(PoolFull):
+        feed(runtime, 4, [50])
+
+
+def test_states_are_kept_apart_from_rows_on_hybrid_memory_alone(runtime: Runtime) -> None:
+    assert runtime.limits.snapshots == (runtime.model.memory == "hybrid")
+
+
+def test_without_snapshots_no_rows_are_held_alone(runtime: Runtime) -> None:
+    if runtime.limits.snapshots:
+        return
+    wanted = in_two_parts(runtime)
+    feed(runtime, 0, PROMPT)
+    calls: list[Callable[[], None]] = [
+        lambda: runtime.copy_rows(0, 1, 50),
+        lambda: runtime.strip(0),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgument, match="apart from their rows"):
+            call()
+    assert (runtime.length(0), runtime.length(1)) == (100, 0)
+    assert np.array_equal(wanted, feed(runtime, 0, TEXT[100:]))
+
+
+def test_lanes_seeded_along_one_holder_go_on_together_as_cold_ones_do(runtime: Runtime) -> None:
+    """Its rows beyond their depths live on and none of them sees these."""
+    if not runtime.limits.snapshots:
+        return
+    wanted = cold_replies(runtime, DEPTHS)
+    states = snapshots_of(runtime, 0)
+    runtime.strip(0)
+    for lane, (depth, state) in enumerate(zip(DEPTHS, states, strict=True), 1):
+        seed(runtime, 0, lane, depth, state)
+        feed(runtime, 5, [60 + lane] * 3)
+    assert same(replies(runtime, [1, 2, 3, 4]), wanted)
+    assert runtime.length(0) == len(TEXT)
+
+
+def test_a_lane_is_seeded_as_before_when_the_cells_of_later_rows_were_used_again(
+    runtime: Runtime,
+) -> None:
+    if not runtime.limits.snapshots:
+        return
+    depths, wanted = DEPTHS[:2], cold_replies(runtime, DEPTHS[:2])
+    states = snapshots_of(runtime, 0)
+    runtime.strip(0)
+    seed(runtime, 0, 3, DEPTHS[2], states[2])
+    runtime.cut(0, DEPTHS[2] - 10)
+    runtime.clear(3)
+    runtime.cut(0, DEPTHS[1])
+    take_every_cell(runtime, used=DEPTHS[1])
+    seed(runtime, 0, 1, depths[0], states[0])
+    seed(runtime, 0, 2, depths[1], states[1])
+    runtime.clear(5)
+    feed(runtime, 5, [90] * 20)
+    assert same(replies(runtime, [1, 2]), wanted)
+
+
+def test_rows_are_copied_from_a_whole_sequence_as_from_a_holder(runtime: Runtime) -> None:
+    """Of all its rows too, and from a lane that goes on unmoved."""
+    if not runtime.limits.snapshots:
+        return
+    wanted = cold_replies(runtime, DEPTHS[2:])
+    states = snapshots_of(runtime, 0)
+    runtime.copy_rows(0, 3, len(TEXT))
+    with pytest.raises(InvalidArgument, match="incomplete"):
+        runtime.decode([Chunk(3, len(TEXT), (40,), wants_logits=True)])
+    here = feed(runtime, 0, REPLY)
+    runtime.clear(0)
+    seed(runtime, 3, 1, DEPTHS[2], states[2])
+    runtime.copy_rows(3, 4, DEPTHS[3])
+    runtime.clear(3)
+    seed(runtime, 4, 2, DEPTHS[3], states[3])
+    assert same(replies(runtime, [1, 2]), wanted)
+    runtime.reset()
+    snapshots_of(runtime, 0)
+    assert np.array_equal(here, feed(runtime, 0, REPLY))
+
+
+def test_rows_alone_take_no_cell_of_their_own(runtime: Runtime) -> None:
+    if not runtime.limits.snapshots:
+        return
+    feed(runtime, 0, PROMPT)
+    runtime.copy_rows(0, 1, 60)
+    runtime.copy_rows(1, 2, 30)
+    runtime.strip(0)
+    runtime.cut(0, 50)
+    take_every_cell(runtime, used=60)
+    runtime.clear(5)
+    runtime.clear(1)
+    take_every_cell(runtime, used=50)
+
+
+def test_a_state_over_the_rows_of_other_tokens_is_refused_and_the_sequence_usable(
+    runtime: Runtime,
+) -> None:
+    """llama.cpp would take it and answer fluently and wrong."""
+    if not runtime.limits.snapshots:
+        return
+    wanted = in_two_parts(runtime)
+    other = [*PROMPT[:40], 99, *PROMPT[41:]]
+    feed(runtime, 0, PROMPT)
+    state = runtime.save_state(0, PROMPT)
+    feed(runtime, 1, other)
+    foreign = runtime.save_state(1, other)
+    runtime.strip(1)
+    for blob, tokens, field in (
+        (state, PROMPT, "rows"),
+        (state, other, "tokens"),
+        (foreign, PROMPT, "rows"),
+    ):
+        runtime.copy_rows(1, 2, len(PROMPT))
+        refuse_and_empty(runtime, 2, partial(runtime.restore_state, 2, blob, tokens), field)
+    feed(runtime, 2, PROMPT)
+    assert np.array_equal(wanted, feed(runtime, 2, TEXT[100:]))
+    runtime.clear(2)
+    refuse_and_empty(runtime, 1, partial(runtime.restore_state, 1, state, PROMPT), "rows")
+    take_every_cell(runtime, used=len(PROMPT))
+    runtime.clear(5)
+    assert np.array_equal(wanted, feed(runtime, 0, TEXT[100:]))
+
+
+def test_a_holder_goes_to_host_memory_and_back_and_its_snapshots_fit_it_again(
+    runtime: Runtime,
+) -> None:
+    if not runtime.limits.snapshots:
+        return
+    wanted = cold_replies(runtime, DEPTHS)
+    states = snapshots_of(runtime, 0)
+    runtime.strip(0)
+    cuts = [0, 48, 96, len(TEXT)]
+    slices = [runtime.save_rows(0, start, end, TEXT) for start, end in pairwise(cuts)]
+    runtime.clear(0)
+    feed(runtime, 1, [90] * 200)
+    runtime.clear(1)
+    for start, blob in zip(cuts, slices, strict=False):
+        feed(runtime, 5, [60] * 2)
+        runtime.restore_rows(0, start, blob, TEXT)
+    for lane, (depth, state) in enumerate(zip(DEPTHS, states, strict=True), 1):
+        seed(runtime, 0, lane, depth, state)
+    assert same(replies(runtime, [1, 2, 3, 4]), wanted)
+
+
+def test_a_holder_that_was_cut_grows_again_along_another_path(runtime: Runtime) -> None:
+    if not runtime.limits.snapshots:
+        return
+    other = [*TEXT[:65], *([91] * 35)]
+    feed(runtime, 1, other)
+    state = runtime.save_state(1, other)
+    rest = runtime.save_rows(1, 65, 100, other)
+    wanted = feed(runtime, 1, REPLY)
+    runtime.clear(1)
+    feed(runtime, 0, TEXT)
+    runtime.strip(0)
+    runtime.cut(0, 65)
+    runtime.restore_rows(0, 65, rest, other)
+    runtime.restore_state(0, state, other)
+    assert np.array_equal(wanted, feed(runtime, 0, REPLY))
+
+
+def test_what_makes_no_sense_of_a_holder_is_refused_and_changes_nothing(runtime: Runtime) -> None:
+    if not runtime.limits.snapshots:
+        return
+    wanted = in_two_parts(runtime)
+    feed(runtime, 0, PROMPT)
+    state, rows = runtime.save_state(0, PROMPT), runtime.save_rows(0, 0, 100, PROMPT)
+    runtime.copy(0, 1)
+    runtime.strip(1)
+    calls: list[Callable[[], object]] = [
+        lambda: runtime.decode([Chunk(1, 100, (40,), wants_logits=True)]),
+        lambda: runtime.copy(1, 2),
+        lambda: runtime.strip(1),
+        lambda: runtime.strip(2),
+        lambda: runtime.strip(-1),
+        lambda: runtime.strip(N_SEQUENCES),
+        lambda: runtime.copy_rows(1, 2, 0),
+        lambda: runtime.copy_rows(1, 2, -1),
+        lambda: runtime.copy_rows(1, 2, 101),
+        lambda: runtime.copy_rows(1, 1, 50),
+        lambda: runtime.copy_rows(1, 0, 50),
+        lambda: runtime.copy_rows(0, 1, 50),
+        lambda: runtime.copy_rows(2, 3, 1),
+        lambda: runtime.copy_rows(-1, 2, 50),
+        lambda: runtime.copy_rows(1, -1, 50),
+        lambda: runtime.copy_rows(1, N_SEQUENCES, 50),
+        lambda: runtime.copy_rows(N_SEQUENCES, 2, 50),
+        lambda: runtime.cut(1, 101),
+        lambda: runtime.cut(1, -1),
+        lambda: runtime.cut(0, 0),
+        lambda: runtime.save(1, PROMPT),
+        lambda: runtime.save_state(1, PROMPT),
+        lambda: runtime.save_rows(1, 0, 101, PROMPT),
+        lambda: runtime.save_rows(1, 0, 50, PROMPT[:50]),
+        lambda: runtime.restore_rows(1, 0, rows, PROMPT),
+        lambda: runtime.restore_state(1, state, PROMPT[:99]),
+        lambda: runtime.restore_state(0, state, PROMPT),
+        lambda: runtime.restore_state(2, state, PROMPT),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgument):
+            call()
+        assert [runtime.length(sequence) for sequence in range(4)] == [100, 100, 0, 0]
+    runtime.restore_state(1, state, PROMPT)
+    assert np.array_equal(wanted, feed(runtime, 1, TEXT[100:]))
+
+
+def test_a_sequence_is_saved_under_the_tokens_it_was_fed_and_under_no_others(
+    runtime: Runtime,
+) -> None:
+    """However it came to hold them: a state under a wrong name would serve a wrong prompt."""
+    feed(runtime, 0, PROMPT[:60])
+    feed(runtime, 0, PROMPT[60:])
+    whole, state = runtime.save(0, PROMPT), runtime.save_state(0, PROMPT)
+    runtime.copy(0, 1)
+    runtime.restore(2, whole, PROMPT)
+    restore_rows(runtime, 3, [0, 50], save_in_slices(runtime, [0, 50, 100]))
+    runtime.restore_state(3, state, PROMPT)
+    if cuts(runtime):
+        feed(runtime, 0, [33])
+        runtime.cut(0, 99)
+        feed(runtime, 0, PROMPT[99:])
+    for sequence in range(4):
+        for at in (0, 59, 60, 99):
+            wrong = [*PROMPT[:at], 41, *PROMPT[at + 1 :]]
+            calls = [partial(runtime.save, sequence, wrong)]
+            calls += [partial(runtime.save_state, sequence, wrong)]
+            if runtime.limits.sliced:
+                calls += [partial(runtime.save_rows, sequence, 0, 10, wrong)]
+            for call in calls:
+                with pytest.raises(InvalidArgument, match=f"token {at} is 41"):
+                    call()
+        assert runtime.save(sequence, tuple(PROMPT)) == runtime.save(sequence, array("i", PROMPT))
+
+
+def test_the_tokens_that_are_given_stay_the_callers_own(runtime: Runtime) -> None:
+    feed(runtime, 0, PROMPT)
+    whole, given = runtime.save(0, PROMPT), array("i", PROMPT)
+    runtime.restore(1, whole, given)
+    feed(runtime, 1, REPLY)
+    assert given == array("i", PROMPT)
+    given[3] = 41
+    assert runtime.save(1, [*PROMPT, *REPLY])
+
+
+def test_tokens_that_are_none_are_refused(runtime: Runtime) -> None:
+    feed(runtime, 0, PROMPT)
+    for wrong in ([*PROMPT[:99], 2**31], [*PROMPT[:99], None], [*PROMPT[:99], 1.5], "x" * 100):
+        calls: list[Callable[[], object]] = [
+            lambda: runtime.save(0, wrong),  # type: ignore[arg-type]  # noqa: B023
+            lambda: runtime.restore(1, b"", wrong),  # type: ignore[arg-type]  # noqa: B023
+        ]
+        for call in calls:
+            with pytest.raises(InvalidArgument):
+                call()
+    assert (runtime.length(0), runtime.length(1)) == (100, 0)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sliced": False}, {"copies": False}, {"snapshots": False}, {}], ids=str
+)
+def test_of_the_simulated_kind_snapshots_need_slices_and_copies(changes: dict[str, bool]) -> None:
+    limits = replace(Limits(N_SEQUENCES, N_CONTEXT, N_CONTEXT, N_BATCH, 1000, 10), **changes)
+    assert SimulatedRuntime(limits).limits.snapshots == (not changes)
+
+
+@pytest.mark.models
+def test_where_each_sequence_has_cells_of_its_own_there_are_no_snapshots() -> None:
+    with open_exact("lfm2") as exact:
+        assert exact.model.memory == "hybrid"
+        assert not exact.limits.snapshots
 
 
 @pytest.mark.models

@@ -49,6 +49,7 @@ class Keeper:
                 resident=limits.copies,
                 low_lanes=kind == "recurrent" and limits.copies,
                 snapshots=limits.snapshots,
+                stateful=kind == "recurrent",
                 spares_first=n_lanes == 1,
             ),
             budgets=budgets,

@@ -11,8 +11,12 @@ from dataclasses import dataclass, replace
 from orchestrator.errors import InvalidArgument
 from orchestrator.pool.book import Seed
 from orchestrator.pool.checkpoint import Checkpoint, Conversation, Holder, Stop
+from orchestrator.pool.placement import Costs, Points
 
 TOKEN_WIDTH = 4  # bytes of one packed token
+
+UNMEASURED = Costs(0, 0.0, token_seconds=1.0, pass_seconds=6.0, n_states=0)
+"""A pass as long as six tokens, as on a small model, and states for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,9 @@ class Claim:
     """What a request asks of the pool.
 
     `path` is its packed prompt, `turn` and `base` the lengths where its input and its system block
-    end (0: none). `reserve` cells beyond the prompt must be free as well: for the reply, and for
+    end (0: none), `starts` where messages of the user start, `marks` places the caller asks for,
+    `branch` the length of the longest path seen before that it begins with. `costs`: what states
+    and tokens cost now, their number set aside. `reserve` cells beyond the prompt must be free as well: for the reply, and for
     what running lanes still need. `reuses`: may start from a checkpoint; `keeps`: may leave some.
     `own` is what a request that may not reuse starts from all the same: its own state, preempted.
     """
@@ -81,6 +87,16 @@ class Claim:
     reuses: bool = True
     keeps: bool = True
     own: Seed | None = None
+    starts: tuple[int, ...] = ()
+    marks: tuple[int, ...] = ()
+    branch: int = 0
+    costs: Costs = UNMEASURED
+
+    @property
+    def points(self) -> Points:
+        """What is known of the prompt, for placement."""
+        marks = (self.starts, self.marks)
+        return Points(self.length, self.turn, self.base, *marks, branch=self.branch)
 
     @property
     def length(self) -> int:

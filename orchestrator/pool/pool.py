@@ -23,11 +23,11 @@ what lies in host memory, and what is on its way there, fits its budgets; what a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.errors import InvalidArgument
 from orchestrator.pool.book import Book, Seed
-from orchestrator.pool.checkpoint import Checkpoint, Conversation, Holder, Kind
+from orchestrator.pool.checkpoint import Checkpoint, Conversation, Holder, Kind, Stop
 from orchestrator.pool.eviction import HISTORY, Rank, fewest, leaving_order
 from orchestrator.pool.ledger import Ledger
 from orchestrator.pool.placement import place
@@ -58,7 +58,7 @@ class Forms:
     `divisible`: rows can be cut anywhere (attention only). `resident` False: sequences are for
     lanes alone and every checkpoint is exported at once. `low_lanes` keeps lanes on low sequence
     ids, which pure recurrent memory decodes together. `snapshots`: a recurrent state can be kept
-    apart from its rows. `spares_first`: a free sequence is taken before a state is saved, since
+    apart from its rows; `stateful`: there are no rows (pure recurrent memory). `spares_first`: a free sequence is taken before a state is saved, since
     copying one moves no data; with several lanes it would scatter their cells.
     """
 
@@ -66,7 +66,11 @@ class Forms:
     resident: bool = True
     low_lanes: bool = False
     snapshots: bool = False
+    stateful: bool = False
     spares_first: bool = True
+
+
+_N_NEEDED = 4  # turn, base, branch and resend, of every prompt
 
 
 class Pool:
@@ -137,13 +141,7 @@ class Pool:
         if room is None:
             return None
         sequence, evicted = room
-        seeded = seed.length if seed else 0
-        divisible = self.forms.divisible
-        stops = (
-            place(claim.length, claim.turn, seeded, base=claim.base, divisible=divisible)
-            if claim.keeps
-            else ()
-        )
+        stops = self._stops(claim, seed.length if seed else 0)
         return Admission(
             *(sequence, seed, evicted, stops, self._chat(claim, seed), self._serial, claim.keeps),
             turn=self._turn_of(claim),
@@ -151,6 +149,24 @@ class Pool:
             trunk=claim.path,
             overrun=self._overrun(seed, sequence),
         )
+
+    def _stops(self, claim: Claim, seeded: int) -> tuple[Stop, ...]:
+        """Return where a prefill keeps states; without a history budget none for going back."""
+        if not claim.keeps:
+            return ()
+        wayside = self._n_wayside
+        costs = replace(claim.costs, n_states=_N_NEEDED + len(claim.marks) + wayside)
+        points = claim.points if wayside else replace(claim.points, starts=())
+        stops = place(points, seeded, costs, divisible=self.forms.divisible)
+        return stops if wayside else tuple(s for s in stops if s.kind != "anchor")
+
+    @property
+    def _n_wayside(self) -> int:
+        """How many states may be kept for going back, each in host memory."""
+        apart = self.forms.snapshots or self.forms.stateful
+        if not apart or not self._weights.state:
+            return 0
+        return min(self.budgets.history, self.budgets.exported_bytes // self._weights.state)
 
     def admitted(self, admission: Admission) -> None:
         """Note that an admission was carried out; what it evicted or overran is gone already."""
@@ -225,6 +241,8 @@ class Pool:
         spare, saved, apart = self._keep_spare, self._keep_exported, self._keep_snapshot
         if not self.forms.resident:
             return [saved]
+        if self.forms.stateful and kind in ("message", "anchor", "mark"):
+            return [saved]
         if not self.forms.snapshots:
             return [spare, saved]
         if self.forms.spares_first and self._free and kind in ("turn", "resend"):
@@ -246,7 +264,8 @@ class Pool:
         if checkpoint.kind in ("message", "anchor"):
             below = max((c.length for c in self.book.within(checkpoint.path)), default=0)
             return HISTORY, float(checkpoint.length - below), 0
-        return (HISTORY + 1, 0.0, 0) if checkpoint.kind in ("resend", "reply") else None
+        lesser = self.forms.resident and checkpoint.kind in ("resend", "reply")
+        return (HISTORY + 1, 0.0, 0) if lesser else None
 
     def _keep_spare(
         self, admission: Admission, path: bytes, kind: Kind, leaving: Sequence[Checkpoint]
@@ -264,15 +283,16 @@ class Pool:
         self, admission: Admission, path: bytes, kind: Kind, leaving: Sequence[Checkpoint]
     ) -> Keep | None:
         """Return how a state is saved to host memory at once, None if it is not worth it."""
-        if self.forms.resident and kind not in ("turn", "shared"):
+        kinds = ("turn", "shared", *(("message", "anchor", "mark") if self.forms.stateful else ()))
+        if self.forms.resident and kind not in kinds:
             return None
         length = len(path) // TOKEN_WIDTH
         n_bytes = self._weights.of(length)
-        room = self._host_room(n_bytes, length, leaving, None)
-        if room is None:
-            return None
         checkpoint = self._checkpoint(Holder(None, path), path, kind, admission, is_live=False)
         checkpoint.n_bytes = n_bytes
+        room = self._host_room(n_bytes, length, leaving, self._most(checkpoint))
+        if room is None:
+            return None
         return Keep(checkpoint, dropped=(*leaving, *room))
 
     def saving(self, keep: Keep) -> None:
