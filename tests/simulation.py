@@ -141,7 +141,8 @@ def check_budgets(core: Core) -> None:
     n_bytes = sum(c.n_bytes for c in pool.checkpoints) + sum(h.n_bytes for h in exported)
     assert pool.book.exported_bytes == n_bytes == keeper.mover.n_bytes
     assert pool.book.exported_tokens == sum(holder.length for holder in exported)
-    if not all(c.leases for c in pool.book.exported()):  # a budget may shrink under a state that is in use
+    in_use = all(c.leases for c in pool.book.exported())
+    if not in_use:  # a budget may shrink under a state that is in use
         assert pool.exported_bytes <= pool.budgets.exported_bytes
         tokens = pool.budgets.exported_tokens
         assert tokens is None or pool.exported_tokens <= tokens

@@ -65,7 +65,7 @@ class Keeper:
 
     def drop(self, checkpoints: Iterable[Checkpoint], *, scrub: bool = False) -> None:
         """Give checkpoints up for good, and the rows that no other one needs."""
-        holders = {}
+        holders: dict[Holder, None] = {}
         for checkpoint in list(checkpoints):
             self.mover.forget(checkpoint)
             holders[checkpoint.holder] = None

@@ -212,7 +212,7 @@ class Mover:
         self._moves.append(_Move(checkpoint, sequence, advance, is_import=True))
 
     def _loading(self, checkpoint: Checkpoint, sequence: int) -> Generator[None, None, None]:
-        """Return what fills a sequence. It has the bytes in hand: others may drop them meanwhile."""
+        """Return what fills a sequence, its bytes in hand: others may drop them meanwhile."""
         state, tokens = self._states[checkpoint], _unpacked(checkpoint.path)
         if not self._is_sliced:
             return self._whole(sequence, state, tokens)

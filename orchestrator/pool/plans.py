@@ -74,9 +74,10 @@ class Claim:
     `path` is its packed prompt, `turn` and `base` the lengths where its input and its system block
     end (0: none), `starts` where messages of the user start, `marks` places the caller asks for,
     `branch` the length of the longest path seen before that it begins with. `costs`: what states
-    and tokens cost now, their number set aside. `reserve` cells beyond the prompt must be free as well: for the reply, and for
-    what running lanes still need. `reuses`: may start from a checkpoint; `keeps`: may leave some.
-    `own` is what a request that may not reuse starts from all the same: its own state, preempted.
+    and tokens cost now, their number set aside. `reserve` cells beyond the prompt must be free as
+    well: for the reply, and for what running lanes still need. `reuses`: may start from a
+    checkpoint; `keeps`: may leave some. `own` is what a request that may not reuse starts from all
+    the same: its own state, preempted.
     """
 
     path: bytes

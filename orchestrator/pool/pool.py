@@ -58,8 +58,9 @@ class Forms:
     `divisible`: rows can be cut anywhere (attention only). `resident` False: sequences are for
     lanes alone and every checkpoint is exported at once. `low_lanes` keeps lanes on low sequence
     ids, which pure recurrent memory decodes together. `snapshots`: a recurrent state can be kept
-    apart from its rows; `stateful`: there are no rows (pure recurrent memory). `spares_first`: a free sequence is taken before a state is saved, since
-    copying one moves no data; with several lanes it would scatter their cells.
+    apart from its rows; `stateful`: there are no rows (pure recurrent memory). `spares_first`: a
+    free sequence is taken before a state is saved, since copying one moves no data; with several
+    lanes it would scatter their cells.
     """
 
     divisible: bool = False
@@ -650,9 +651,7 @@ class Pool:
     def _leaving_candidates(self, staying: Collection[Checkpoint]) -> list[Checkpoint]:
         """Return what may leave its sequence: first what is on its way out, then the least."""
         movable = [
-            c
-            for c in self.book.resident()
-            if not (c.holder.is_lane or c.leases or c in staying)
+            c for c in self.book.resident() if not (c.holder.is_lane or c.leases or c in staying)
         ]
         anyway = [c for c in movable if c.holder in self._moving]
         rest = (c for c in movable if c.holder not in self._moving)
