@@ -245,14 +245,15 @@ class Core:
         """Evaluate the latest token of every lane that speaks; return how many there are."""
         lanes = [lane for lane in self._seats.lanes if lane.may_advance and not lane.is_reading]
         lanes.sort(key=lambda lane: lane.sequence)
-        n_joint = self._runtime.limits.n_joint or len(lanes)
+        n_joint = max(1, self._runtime.limits.n_joint or len(lanes))
+        calls = range(0, len(lanes), n_joint)
         begun = self._clock()
-        for first in range(0, len(lanes), max(1, n_joint)):
+        for first in calls:
             group = [lane for lane in lanes[first : first + n_joint] if lane in self._seats.lanes]
             if group:
                 self._evaluate(group, [lane.next_chunk(1) for lane in group])
         if lanes:
-            self._pace.decoded(self._clock() - begun)
+            self._pace.decoded(self._clock() - begun, len(lanes), len(calls))
         return len(lanes)
 
     def _read(self, n_speaking: int) -> None:
