@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Sequence
 
 from orchestrator.engine.counters import Counters
@@ -23,6 +24,7 @@ from orchestrator.engine.keeper import Keeper
 from orchestrator.engine.lane import Lane
 from orchestrator.engine.occupancy import Occupancy, observe
 from orchestrator.engine.pace import Pace
+from orchestrator.engine.records import N_TOKENS_SEEN, Record, Records, Sink
 from orchestrator.engine.request import Finished, FinishReason, Request
 from orchestrator.engine.seats import Options as Options
 from orchestrator.engine.seats import Seats
@@ -37,7 +39,9 @@ from orchestrator.errors import (
     PromptTooLong,
 )
 from orchestrator.pool.checkpoint import Kind, Stop
+from orchestrator.pool.losses import Losses
 from orchestrator.pool.plans import Budgets
+from orchestrator.pool.seen import Seen
 from orchestrator.runtime.protocol import Chunk, Runtime
 from orchestrator.runtime.sampling import GrammarFailed
 
@@ -55,6 +59,7 @@ class Core:
         clock: Clock,
         options: Options | None = None,
         rng: random.Random | None = None,
+        wall: Clock = time.time,
     ) -> None:
         options = options or Options()
         limits = runtime.limits
@@ -67,8 +72,12 @@ class Core:
         self._clock = clock
         self.counters = Counters()
         self._keeper = Keeper(runtime, options.budgets, self.counters)
+        losses = Losses(N_TOKENS_SEEN, divisible=runtime.model.memory == "attention")
+        self._records = Records(Seen(N_TOKENS_SEEN), losses, runtime.tokenizer, wall)
         rng = rng or random.Random()
-        self._seats = Seats(runtime, self._keeper, options, self.counters, clock, rng)
+        self._seats = Seats(
+            runtime, self._keeper, self._records, options, self.counters, clock, rng
+        )
         self._pace = Pace(limits.n_batch, options.step_seconds)
 
     # ---- from outside -------------------------------------------------------------------------
@@ -151,6 +160,14 @@ class Core:
         """Return what lanes, queue and pool hold now."""
         return observe(self._seats, self._keeper, self._runtime.limits)
 
+    def requests(self) -> tuple[Record, ...]:
+        """Return the records of the requests that ended last, the latest at the end."""
+        return tuple(self._records.last)
+
+    def report_to(self, sink: Sink) -> None:
+        """Hand every record to `sink` from now on, before its request is answered."""
+        self._records.sink = sink
+
     def fail_all(self, error: OrchestratorError) -> None:
         """End everything that runs with `error` and forget every state in the context.
 
@@ -199,7 +216,10 @@ class Core:
         self._count_end(reason)
         self._seats.leave_queue(ticket)
         lane = ticket.lane
-        outcome = lane.finish(reason, self._clock()) if lane else ticket.never_ran(reason)
+        if lane is None:
+            outcome = ticket.never_ran(reason)
+        else:
+            outcome = self._records.end(lane, lane.finish(reason, self._clock()))
         ticket.answer(Finished(outcome))
 
     def _count_end(self, reason: FinishReason) -> None:
@@ -208,7 +228,7 @@ class Core:
 
     def _finish(self, lane: Lane, reason: FinishReason) -> None:
         """End a lane well: its sequence becomes a checkpoint where that is of use."""
-        outcome = lane.finish(reason, self._clock())
+        outcome = self._records.end(lane, lane.finish(reason, self._clock()))
         kind: Kind = "partial" if lane.is_reading else "reply"
         keeps = self._seats.uses_cache(lane.ticket.request)
         self._count_end(reason)
@@ -225,6 +245,7 @@ class Core:
                 kept = [c for c in self._keeper.pool.checkpoints if c.serial == serial]
                 self._keeper.drop(kept, scrub=True)
                 self._keeper.memory.scrub(lane.sequence)
+            self._records.leave(lane)
             self._seats.release(lane, None)
         finally:
             lane.ticket.answer(error)

@@ -27,9 +27,11 @@ from orchestrator.engine.request import (
     Usage,
 )
 from orchestrator.engine.ticket import Ticket
+from orchestrator.engine.why import Start
 from orchestrator.pool.book import Seed
 from orchestrator.pool.checkpoint import Checkpoint, Kind, Stop, Tier
 from orchestrator.pool.index import common_length
+from orchestrator.pool.losses import Loss
 from orchestrator.pool.placement import serving
 from orchestrator.pool.plans import Admission
 from orchestrator.runtime.protocol import Chunk, Sampler
@@ -101,6 +103,8 @@ class Lane:
         self.parked: Checkpoint | None = None  # its state, while it is preempted
         self.owed: Stop | None = None  # a state to keep before it goes on
         self.shared: dict[int, int] = {}  # number of a waiting ticket -> tokens in common
+        self.start: Start | None = None  # what was known of its prompt when it got a lane
+        self.loss: Loss | None = None  # what would have served it, and is gone
         self._seen = 0  # the most of `known` that ever stood in a sequence
         self._origin: tuple[Kind, Tier] | None = None  # what first spared it some of its prompt
         self._known = array("i")
@@ -160,6 +164,16 @@ class Lane:
     def known(self) -> bytes:
         """The packed tokens of its prompt and its reply so far."""
         return self._known.tobytes()
+
+    @property
+    def n_evaluated(self) -> int:
+        """The most of `known` that ever stood in a sequence."""
+        return self._seen
+
+    @property
+    def evaluated(self) -> bytes:
+        """The packed tokens that ever stood in a sequence."""
+        return self._known[: self._seen].tobytes()
 
     @property
     def own(self) -> Seed | None:

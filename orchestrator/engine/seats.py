@@ -20,6 +20,7 @@ from orchestrator.engine.counters import Counters
 from orchestrator.engine.keeper import Keeper
 from orchestrator.engine.lane import REPLY_OUTLOOK, Lane
 from orchestrator.engine.pace import STEP_SECONDS
+from orchestrator.engine.records import Records
 from orchestrator.engine.request import Request
 from orchestrator.engine.scheduler import Patience, Scheduler
 from orchestrator.engine.sharing import Sharing
@@ -54,6 +55,7 @@ class Seats:
         self,
         runtime: Runtime,
         keeper: Keeper,
+        records: Records,
         options: Options,
         counters: Counters,
         clock: Clock,
@@ -63,6 +65,7 @@ class Seats:
         self.scheduler = Scheduler(options.patience)
         self._runtime = runtime
         self._keeper = keeper
+        self._records = records
         self._options = options
         self._counters = counters
         self._clock = clock
@@ -214,6 +217,7 @@ class Seats:
         lane = ticket.lane
         if lane is None:
             lane = self._new_lane(ticket, admission)
+            self._records.begin(lane, self.lanes, uses_cache=self.uses_cache(ticket.request))
             self._counters.requests += 1
         else:
             lane.seat(admission)
@@ -253,6 +257,7 @@ class Seats:
             return
         cached = lane.cached
         lane.begin()
+        self._records.stands(lane)
         self._counters.reused += lane.cached - cached
         for ticket in self.scheduler:
             self._announce(ticket, lane)
