@@ -123,9 +123,13 @@ def test_a_turn_in_messages_starts_where_the_last_input_ended_or_where_its_reply
 
 
 @every_whole_kind
-def test_branches_of_a_long_chat_are_cold_but_for_its_latest_turn(memory: MemoryKind) -> None:
+def test_the_first_branch_of_a_long_chat_is_cold_and_others_start_where_it_left(
+    memory: MemoryKind,
+) -> None:
     reused = branches(simulated(memory, lanes(1), n_sequences=31), 4)
-    assert [reused[turn][0] for turn in (1, 2, 3)] == [0, 0, 0]
+    cold, *later = (reused[turn][0] for turn in (1, 2, 3))
+    assert cold == 0
+    assert all(reused[1][1] <= cached <= reused[2][1] + len(OPENER) for cached in later)
     cached, end = reused[4]
     assert cached == end > 0
 

@@ -60,3 +60,11 @@ def test_a_place_too_long_to_remember_is_not_taken_for_a_shorter_one() -> None:
     losses = Losses(2)
     losses.note(pack([1, 2, 3]), 3, "evicted")
     assert losses.longest(pack([1, 2, 9]), 2) is None
+
+
+def test_where_rows_can_be_cut_a_part_of_a_loss_would_have_served() -> None:
+    losses = Losses(100, divisible=True)
+    losses.note(pack([1, 2, 3, 4]), 4, "evicted")
+    assert losses.longest(pack([1, 2, 9, 9]), 3) == Loss(2, "evicted")
+    assert losses.longest(pack([1, 2, 3, 4]), 3) == Loss(3, "evicted")
+    assert losses.longest(pack([9, 9]), 1) is None

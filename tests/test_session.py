@@ -121,9 +121,9 @@ def asked_by(engine: Engine) -> list[Request]:
     asked: list[Request] = []
     generate = engine.generate
 
-    def noting(request: Request, *, opens_reasoning: bool = False) -> Any:
+    def noting(request: Request, **more: Any) -> Any:
         asked.append(request)
-        return generate(request, opens_reasoning=opens_reasoning)
+        return generate(request, **more)
 
     engine.generate = noting  # type: ignore[method-assign]
     return asked

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Sequence
 
 from orchestrator.engine.counters import Counters
@@ -23,6 +24,7 @@ from orchestrator.engine.keeper import Keeper
 from orchestrator.engine.lane import Lane
 from orchestrator.engine.occupancy import Occupancy, observe
 from orchestrator.engine.pace import Pace
+from orchestrator.engine.records import N_TOKENS_SEEN, Record, Records, Sink
 from orchestrator.engine.request import Finished, FinishReason, Request
 from orchestrator.engine.seats import Options as Options
 from orchestrator.engine.seats import Seats
@@ -37,7 +39,9 @@ from orchestrator.errors import (
     PromptTooLong,
 )
 from orchestrator.pool.checkpoint import Kind, Stop
+from orchestrator.pool.losses import Losses
 from orchestrator.pool.plans import Budgets
+from orchestrator.pool.seen import Seen
 from orchestrator.runtime.protocol import Chunk, Runtime
 from orchestrator.runtime.sampling import GrammarFailed
 
@@ -55,6 +59,7 @@ class Core:
         clock: Clock,
         options: Options | None = None,
         rng: random.Random | None = None,
+        wall: Clock = time.time,
     ) -> None:
         options = options or Options()
         limits = runtime.limits
@@ -66,10 +71,14 @@ class Core:
         self._runtime = runtime
         self._clock = clock
         self.counters = Counters()
-        self._keeper = Keeper(runtime, options.budgets, self.counters, options.n_lanes)
+        losses = Losses(N_TOKENS_SEEN, divisible=runtime.model.memory == "attention")
+        self._keeper = Keeper(runtime, options.budgets, self.counters, losses, options.n_lanes)
+        self._records = Records(Seen(N_TOKENS_SEEN), losses, runtime.tokenizer, wall)
         rng = rng or random.Random()
-        self._seats = Seats(runtime, self._keeper, options, self.counters, clock, rng)
         self._pace = Pace(limits.n_batch, options.step_seconds)
+        self._seats = Seats(
+            runtime, self._keeper, self._records, self._pace, options, self.counters, clock, rng
+        )
 
     # ---- from outside -------------------------------------------------------------------------
 
@@ -151,6 +160,14 @@ class Core:
         """Return what lanes, queue and pool hold now."""
         return observe(self._seats, self._keeper, self._runtime.limits)
 
+    def requests(self) -> tuple[Record, ...]:
+        """Return the records of the requests that ended last, the latest at the end."""
+        return tuple(self._records.last)
+
+    def report_to(self, sink: Sink) -> None:
+        """Hand every record to `sink` from now on, before its request is answered."""
+        self._records.sink = sink
+
     def fail_all(self, error: OrchestratorError) -> None:
         """End everything that runs with `error` and forget every state in the context.
 
@@ -199,7 +216,10 @@ class Core:
         self._count_end(reason)
         self._seats.leave_queue(ticket)
         lane = ticket.lane
-        outcome = lane.finish(reason, self._clock()) if lane else ticket.never_ran(reason)
+        if lane is None:
+            outcome = ticket.never_ran(reason)
+        else:
+            outcome = self._records.end(lane, lane.finish(reason, self._clock()))
         ticket.answer(Finished(outcome))
 
     def _count_end(self, reason: FinishReason) -> None:
@@ -208,7 +228,7 @@ class Core:
 
     def _finish(self, lane: Lane, reason: FinishReason) -> None:
         """End a lane well: its sequence becomes a checkpoint where that is of use."""
-        outcome = lane.finish(reason, self._clock())
+        outcome = self._records.end(lane, lane.finish(reason, self._clock()))
         kind: Kind = "partial" if lane.is_reading else "reply"
         keeps = self._seats.uses_cache(lane.ticket.request)
         self._count_end(reason)
@@ -222,6 +242,7 @@ class Core:
         try:
             if suspect:
                 self._keeper.condemn(lane)
+            self._records.leave(lane)
             self._seats.release(lane, None)
         finally:
             lane.ticket.answer(error)
@@ -242,14 +263,15 @@ class Core:
         """Evaluate the latest token of every lane that speaks; return how many there are."""
         lanes = [lane for lane in self._seats.lanes if lane.may_advance and not lane.is_reading]
         lanes.sort(key=lambda lane: lane.sequence)
-        n_joint = self._runtime.limits.n_joint or len(lanes)
+        n_joint = max(1, self._runtime.limits.n_joint or len(lanes))
+        calls = range(0, len(lanes), n_joint)
         begun = self._clock()
-        for first in range(0, len(lanes), max(1, n_joint)):
+        for first in calls:
             group = [lane for lane in lanes[first : first + n_joint] if lane in self._seats.lanes]
             if group:
                 self._evaluate(group, [lane.next_chunk(1) for lane in group])
         if lanes:
-            self._pace.decoded(self._clock() - begun)
+            self._pace.decoded(self._clock() - begun, len(lanes), len(calls))
         return len(lanes)
 
     def _read(self, n_speaking: int) -> None:
@@ -326,13 +348,22 @@ class Core:
         self._seats.scheduler.shares.serve(lane.ticket.request.client, len(chunk.tokens))
         if stop is not None:
             self._keep(lane, stop)
+        elif lane.is_at_reply_point:
+            self._keep_in_reply(lane)
         if row is not None:
             self._sample(lane, row)
 
     def _keep(self, lane: Lane, stop: Stop) -> None:
         """Keep a state, or have the lane wait until what leaves for it is gone."""
+        begun, taken = self._clock(), self.counters.snapshot_bytes
         if not self._keeper.keep(lane, stop.kind):
             lane.owed = stop
+        self._pace.moved(self.counters.snapshot_bytes - taken, self._clock() - begun)
+
+    def _keep_in_reply(self, lane: Lane) -> None:
+        """Keep a state inside a reply, and of those before it what still is of use."""
+        self._keep(lane, Stop(lane.fed, "reply"))
+        self._keeper.thin(lane)
 
     def _sample(self, lane: Lane, row: int) -> None:
         if lane.ticket.request.max_tokens == 0:

@@ -13,8 +13,8 @@ class Counters:
     them, `replayed` evaluated again after a preemption, `sampled`. `waited` requests that waited
     for a prefix, `preempted` lanes that made way. `recoveries`: how often every state in the pool
     was dropped after a failed decode. Checkpoints: `kept`, `evicted` (dropped for good),
-    `exported`, `imported`, and `refused` (imports and copies that failed). `decode_calls` of
-    llama.cpp's decode.
+    `exported`, `imported`, and `refused` (imports and copies that failed); `snapshot_bytes` of
+    recurrent states taken apart from their rows. `decode_calls` of llama.cpp's decode.
     """
 
     requests: int = 0
@@ -32,6 +32,7 @@ class Counters:
     exported_checkpoints: int = 0
     imported_checkpoints: int = 0
     refused_checkpoints: int = 0
+    snapshot_bytes: int = 0
     recoveries: int = 0
     decode_calls: int = 0
 

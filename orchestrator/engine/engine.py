@@ -24,6 +24,7 @@ from orchestrator.engine.core import Core, Options
 from orchestrator.engine.occupancy import EngineStats
 from orchestrator.engine.opening import Choices, Opened, Progress, open_model
 from orchestrator.engine.request import (
+    Finished,
     Priority,
     Request,
     Sampling,
@@ -34,7 +35,8 @@ from orchestrator.engine.request import (
 )
 from orchestrator.engine.script import SessionSettings
 from orchestrator.engine.session import Session
-from orchestrator.engine.stream import Stream
+from orchestrator.engine.stream import Heard, Stream
+from orchestrator.engine.ticket import Listener
 from orchestrator.engine.worker import Worker
 from orchestrator.errors import EngineClosed, InvalidArgument
 from orchestrator.pool.index import pack
@@ -205,7 +207,7 @@ class Engine:
             client=client,
             deadline=deadline,
         )
-        return self.generate(request, opens_reasoning=leaves_open(prompt.opener))
+        return self.generate(request, prompt=prompt, opens_reasoning=leaves_open(prompt.opener))
 
     def complete(
         self,
@@ -225,9 +227,9 @@ class Engine:
         if not isinstance(prompt, str):
             raise InvalidArgument(f"the prompt is {type(prompt).__name__}; give a text")
         with self._open_vocabulary():
-            tokens = self._codec.complete(prompt).tokens
+            encoded = self._codec.complete(prompt)
         request = Request(
-            tokens=tokens,
+            tokens=encoded.tokens,
             sampling=self._sampling if sampling is None else sampling,
             max_tokens=max_tokens,
             stop=stop,
@@ -238,7 +240,7 @@ class Engine:
             client=client,
             deadline=deadline,
         )
-        return self.generate(request)
+        return self.generate(request, prompt=encoded)
 
     def encode(
         self,
@@ -290,12 +292,23 @@ class Engine:
                 raise EngineClosed("the engine is closed; open a new one")
             yield
 
-    def generate(self, request: Request, *, opens_reasoning: bool = False) -> Stream:
-        """Return the stream of a request that is already in tokens."""
+    def generate(
+        self, request: Request, *, prompt: Prompt | None = None, opens_reasoning: bool = False
+    ) -> Stream:
+        """Return the stream of a request that is already in tokens.
+
+        `prompt` is what `encode` returned, where its tokens come from there: then the reply is
+        known again when it comes back as text, and not encoded otherwise than it was sampled.
+        """
         if not isinstance(request, Request):
             raise InvalidArgument(f"the request is {type(request).__name__}; give a Request")
         stream = Stream(opens_reasoning)
-        ticket = self._core.ticket(request, stream.listener)
+        listener = stream.listener
+        if prompt is not None:
+            _check_prompt(prompt, request)
+            if not request.one_off:  # of which nothing comes back
+                listener = _hearing(self._codec, prompt, listener)
+        ticket = self._core.ticket(request, listener)
         stream.on_cancel(ticket.cancel)
         self._worker.post(lambda core: core.enqueue(ticket))
         return stream
@@ -375,6 +388,27 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_prompt(prompt: object, request: Request) -> None:
+    if not isinstance(prompt, Prompt):
+        raise InvalidArgument(f"the prompt is {type(prompt).__name__}; give what `encode` returned")
+    if prompt.tokens != request.tokens:
+        raise InvalidArgument(
+            f"the request has {len(request.tokens):,} tokens, its prompt {len(prompt.tokens):,}, "
+            "and they are not the same; give the prompt they were taken from, or none"
+        )
+
+
+def _hearing(codec: ChatCodec, prompt: Prompt, listener: Listener) -> Listener:
+    """A listener that has the codec hear of the reply before anybody else does."""
+
+    def listen(event: Heard) -> None:
+        if isinstance(event, Finished):
+            codec.hear(prompt, event.outcome.tokens)
+        listener(event)
+
+    return listen
 
 
 def _info(opened: Opened) -> ModelInfo:

@@ -16,9 +16,13 @@ from orchestrator.engine.counters import Counters
 from orchestrator.engine.lane import Lane
 from orchestrator.engine.memory import Memory
 from orchestrator.engine.mover import Mover, Parcel
+from orchestrator.engine.pace import Pace
+from orchestrator.engine.request import Request
 from orchestrator.errors import InvalidArgument, PoolFull, StateRefused
 from orchestrator.pool.book import Seed
 from orchestrator.pool.checkpoint import Checkpoint, Holder, Kind
+from orchestrator.pool.losses import LossCause, Losses
+from orchestrator.pool.placement import Costs, thinned
 from orchestrator.pool.plans import Admission, Budgets, Export, Keep, Weights
 from orchestrator.pool.pool import Forms, Pool
 from orchestrator.runtime.protocol import Limits, Runtime
@@ -33,11 +37,17 @@ class Keeper:
     """Checkpoints as they are kept, moved and given up; see the module's head."""
 
     def __init__(
-        self, runtime: Runtime, budgets: Budgets, counters: Counters, n_lanes: int = 1
+        self,
+        runtime: Runtime,
+        budgets: Budgets,
+        counters: Counters,
+        losses: Losses,
+        n_lanes: int = 1,
     ) -> None:
         self.memory = Memory(runtime)
         self.mover = Mover(self.memory)
         self._counters = counters
+        self._losses = losses
         self._saves: dict[int, Keep] = {}  # what goes to host memory from a lane, by sequence
         limits, kind = runtime.limits, runtime.model.memory
         self._divisible = kind == "attention" and limits.copies
@@ -56,12 +66,30 @@ class Keeper:
             weights=_weights(limits, self.mover.slice),
         )
 
+    def costs(self, pace: Pace) -> Costs:
+        """Return what a state costs and saves now; how many there may be is the pool's to say."""
+        return pace.costs(self.pool.state_bytes, 0)
+
+    def reply_step(self, request: Request, pace: Pace) -> int:
+        """Return after how many tokens of a reply a state is to be kept, 0 for never."""
+        if not request.use_cache or request.one_off or not self.pool.n_wayside:
+            return 0
+        return self.costs(pace).reply_step
+
     @property
     def divisible(self) -> bool:
         """Whether rows can be cut anywhere, also those of a running lane."""
         return self._divisible
 
     # ---- what leaves --------------------------------------------------------------------------
+
+    def evict(self, checkpoints: Iterable[Checkpoint], cause: LossCause = "evicted") -> None:
+        """Give up what somebody may miss; it is remembered where it stood."""
+        leaving = list(checkpoints)
+        for checkpoint in leaving:
+            if not checkpoint.is_superseded:
+                self._losses.note(checkpoint.trunk, checkpoint.length, cause)
+        self.drop(leaving)
 
     def drop(self, checkpoints: Iterable[Checkpoint], *, scrub: bool = False) -> None:
         """Give checkpoints up for good, and the rows that no other one needs."""
@@ -129,7 +157,7 @@ class Keeper:
         """Give up what was to leave its sequence and found no other place."""
         there = self.pool.checkpoints
         stayed = [c for c, holder in leaving.items() if c in there and c.holder is holder]
-        self.drop(c for c in stayed if c.sequence is not None)
+        self.evict(c for c in stayed if c.sequence is not None)
 
     def _send(self, holder: Holder, leaving: Collection[Holder]) -> bool:
         """Move a holder's checkpoints elsewhere, or begin to; False where they are not worth it."""
@@ -150,7 +178,7 @@ class Keeper:
         fold, sequence = self.pool.plan_fold(checkpoint, leaving), checkpoint.sequence
         if fold is None or sequence is None:
             return False
-        self.drop(fold.evicted)
+        self.evict(fold.evicted)
         n_bytes = self.mover.take(checkpoint, sequence)
         if n_bytes is None:
             return False
@@ -160,12 +188,12 @@ class Keeper:
 
     def _begin(self, export: Export, sequence: int) -> None:
         holder = export.holder
-        self.drop(export.evicted)
+        self.evict(export.evicted)
         self.pool.exporting(export)
 
         def arrived(parcel: Parcel | None) -> None:
             if parcel is None:
-                self.drop(list(holder.checkpoints))
+                self.evict(holder.checkpoints, "refused")
                 return
             self.memory.clear(sequence)
             self.pool.exported(holder, len(parcel.state), parcel.row_bytes)
@@ -180,6 +208,7 @@ class Keeper:
         self.memory.reset()
         for checkpoint in self.pool.lose():
             self.mover.forget(checkpoint)
+            self._losses.note(checkpoint.trunk, checkpoint.length, "evicted")
         self._shrink()
 
     def resize(self, budgets: Budgets) -> None:
@@ -218,7 +247,7 @@ class Keeper:
             seated(True)
         else:
             lost = seed.checkpoint.holder.checkpoints if admission.takes_over else [seed.checkpoint]
-            self.drop(list(lost))  # a sequence that was to be taken over holds nothing now
+            self.evict(lost, "refused")  # a sequence that was to be taken over holds nothing now
             return False
         return True
 
@@ -275,7 +304,7 @@ class Keeper:
             else:
                 self._counters.refused_checkpoints += 1
                 if checkpoint in self.pool.checkpoints:  # another import of it may have been first
-                    self.drop([checkpoint])
+                    self.evict([checkpoint], "refused")
             self._shrink()
             seated(stands)
 
@@ -334,7 +363,7 @@ class Keeper:
 
     def _shrink(self) -> None:
         """Give up what no longer fits host memory, and only a lease kept there."""
-        self.drop(self.pool.plan_shrink())
+        self.evict(self.pool.plan_shrink())
 
     def _copied(self, checkpoint: Checkpoint, source: int) -> Checkpoint | None:
         """Copy a lane's state to a checkpoint's sequence; None when that is refused."""
@@ -358,7 +387,7 @@ class Keeper:
             return True
         if not self.clear_way(plan.evicted):
             return False
-        self.drop(plan.dropped)
+        self.evict(plan.dropped)
         if plan.checkpoint.sequence is None:
             self._begin_saving(lane, plan)
             return False
@@ -372,12 +401,21 @@ class Keeper:
         """Take a snapshot of a lane, on its own rows."""
         n_bytes = self.mover.take(plan.checkpoint, sequence)
         if n_bytes is not None:
+            self._counters.snapshot_bytes += n_bytes
             self._kept(plan, n_bytes)
 
     def _kept(self, plan: Keep, n_bytes: int = 0, row_bytes: int = 0) -> None:
         self.pool.kept(plan, n_bytes, row_bytes)
+        self._losses.regained(plan.checkpoint.trunk, plan.checkpoint.length)
         self._counters.kept_checkpoints += 1
         self.drop(self.pool.plan_history())
+
+    def thin(self, lane: Lane) -> None:
+        """Drop the states inside a running reply that one further on makes pointless."""
+        own = self.pool.inside_reply(lane.admission, lane.n_prompt)
+        staying = thinned([length - lane.n_prompt for length in own], lane.fed - lane.n_prompt)
+        kept = {at + lane.n_prompt for at in staying}
+        self.drop([c for length, c in own.items() if length not in kept and not c.is_held])
 
     def _begin_saving(self, lane: Lane, plan: Keep) -> None:
         """Move a lane's state to host memory, slice by slice; the lane goes on afterwards."""

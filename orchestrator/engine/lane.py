@@ -27,9 +27,11 @@ from orchestrator.engine.request import (
     Usage,
 )
 from orchestrator.engine.ticket import Ticket
+from orchestrator.engine.why import Start
 from orchestrator.pool.book import Seed
 from orchestrator.pool.checkpoint import Checkpoint, Kind, Stop, Tier
 from orchestrator.pool.index import common_length
+from orchestrator.pool.losses import Loss
 from orchestrator.pool.placement import serving
 from orchestrator.pool.plans import Admission
 from orchestrator.runtime.protocol import Chunk, Sampler
@@ -92,6 +94,7 @@ class Lane:
         tokenizer: Tokenizer,
         n_context: int,
         now: float,
+        reply_step: int = 0,
     ) -> None:
         request = ticket.request
         self.ticket = ticket
@@ -101,11 +104,14 @@ class Lane:
         self.parked: Checkpoint | None = None  # its state, while it is preempted
         self.owed: Stop | None = None  # a state to keep before it goes on
         self.shared: dict[int, int] = {}  # number of a waiting ticket -> tokens in common
+        self.start: Start | None = None  # what was known of its prompt when it got a lane
+        self.loss: Loss | None = None  # what would have served it, and is gone
         self._seen = 0  # the most of `known` that ever stood in a sequence
         self._origin: tuple[Kind, Tier] | None = None  # what first spared it some of its prompt
         self._known = array("i")
         self._known.frombytes(ticket.path)
         self._n_context = n_context
+        self._reply_step = reply_step  # tokens of the reply between two states, 0: none
         self._reply = _Reply(Detokenizer(tokenizer), StopStrings(request.stop))
         self._logprobs: list[TokenLogprob] = []
         self._tokenizer = tokenizer
@@ -162,6 +168,16 @@ class Lane:
         return self._known.tobytes()
 
     @property
+    def n_evaluated(self) -> int:
+        """The most of `known` that ever stood in a sequence."""
+        return self._seen
+
+    @property
+    def evaluated(self) -> bytes:
+        """The packed tokens that ever stood in a sequence."""
+        return self._known[: self._seen].tobytes()
+
+    @property
     def own(self) -> Seed | None:
         """Its own state while it is preempted, as far as it had come itself."""
         if self.parked is None:
@@ -184,6 +200,12 @@ class Lane:
         return self.fed < self.n_prompt or self.remaining > 1
 
     @property
+    def is_at_reply_point(self) -> bool:
+        """Whether its reply stands where a state inside it is due."""
+        said = self.fed - self.n_prompt
+        return said > 0 and self._reply_step > 0 and said % self._reply_step == 0
+
+    @property
     def outlook(self) -> int:
         """Cells it will probably still take: what it reads, and a reply of usual length."""
         most = self.ticket.request.max_tokens
@@ -194,8 +216,7 @@ class Lane:
     def next_chunk(self, n_most: int) -> Chunk:
         """Return what to evaluate next, at most `n_most` tokens and never across a stop."""
         end = min(self.fed + n_most, len(self._known))
-        if self.stops:
-            end = min(end, self.stops[0].length)
+        end = min(end, next((s.length for s in self.stops if not s.is_soft), end))
         tokens = tuple(self._known[self.fed : end])
         return Chunk(self.sequence, self.fed, tokens, wants_logits=end == len(self._known))
 
@@ -223,9 +244,13 @@ class Lane:
         self._watch.prefill += seconds
         if self.fed <= self.n_prompt:
             self._tell(Prefilling(self.fed, self.n_prompt, self.cached))
-        if self.stops and self.stops[0].length == self.fed:
-            return self.stops.pop(0)
-        return None
+        return self._reached()
+
+    def _reached(self) -> Stop | None:
+        """Return the stop that was reached, of several the hard one."""
+        reached = [stop for stop in self.stops if stop.length <= self.fed]
+        del self.stops[: len(reached)]
+        return min(reached, key=lambda stop: stop.is_soft, default=None)
 
     def _count(self, chunk: Chunk) -> None:
         """Tell prompt tokens read for the first time from what is read again."""

@@ -10,8 +10,10 @@ import math
 import operator
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
+from orchestrator.engine.why import Miss as Miss
 from orchestrator.errors import InvalidArgument
 from orchestrator.runtime.protocol import GREEDY as GREEDY
 from orchestrator.runtime.protocol import Sampling as Sampling
@@ -21,6 +23,8 @@ from orchestrator.text.stops import StopStrings
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 Priority = Literal["interactive", "default", "background"]
 PRIORITIES: tuple[Priority, ...] = ("interactive", "default", "background")
+MARKS_MOST = 64
+"""Marks of one request: each costs a pass and a state, however little it may save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,10 @@ class Request:
 
     `priority` interactive goes before default before background; within one of them the requests
     of a `client` share with those of others. `deadline`: seconds from submission after which the
-    request ends with what it has said.
+    request ends with what it has said. `ends`: where in the prompt each message of the chat ends,
+    for saying in which of them it differs from an earlier one; empty where there are none.
+    `starts`: where messages of the user start, for edits. `marks`: up to `MARKS_MOST` places where
+    a state is kept whatever it costs, because the caller will come back to them.
     """
 
     tokens: tuple[int, ...]
@@ -50,6 +57,9 @@ class Request:
     priority: Priority = "default"
     client: str | None = None
     deadline: float | None = None
+    ends: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    marks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check everything, so that nothing the engine's thread meets is of the wrong type."""
@@ -76,6 +86,12 @@ class Request:
             )
         if self.deadline is not None:
             object.__setattr__(self, "deadline", _seconds("deadline", self.deadline))
+        object.__setattr__(self, "ends", _ends(self.ends, len(self.tokens)))
+        object.__setattr__(self, "starts", _places("starts", self.starts, len(self.tokens)))
+        marks = _places("marks", self.marks, len(self.tokens))
+        if len(marks) > MARKS_MOST:
+            raise InvalidArgument(f"{len(marks)} marks are more than {MARKS_MOST}; give fewer")
+        object.__setattr__(self, "marks", marks)
 
 
 def check_flag(name: str, value: object) -> None:
@@ -135,6 +151,23 @@ def _whole(name: str, value: int, low: int, high: int) -> int:
     return number
 
 
+def _ends(ends: Sequence[int], n_prompt: int) -> tuple[int, ...]:
+    if isinstance(ends, str | bytes) or not isinstance(ends, Sequence):
+        raise InvalidArgument(f"ends are {ends!r}; give the positions where messages end, or none")
+    places = tuple(_whole("an end of a message", end, 0, n_prompt) for end in ends)
+    if any(later < earlier for earlier, later in pairwise(places)):
+        raise InvalidArgument(f"ends are {ends!r}; messages end one after the other")
+    return places
+
+
+def _places(name: str, places: Sequence[int], n_prompt: int) -> tuple[int, ...]:
+    """Return places inside a prompt in order, each once, or say what is wrong with them."""
+    if isinstance(places, str | bytes) or not isinstance(places, Sequence):
+        raise InvalidArgument(f"{name} are {places!r}; give positions in the prompt, or none")
+    wholes = {_whole(f"a place of {name}", place, 1, n_prompt - 1) for place in places}
+    return tuple(sorted(wholes))
+
+
 def _seconds(name: str, value: float) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidArgument(f"{name} is {value!r}; give seconds as a number")
@@ -151,7 +184,8 @@ class Usage:
     `prompt_tokens` unless the request ended before its prompt was read. `seeded_from` is the kind
     of checkpoint the request started from and `seeded_tier` where that lived, None when it
     started cold. `replayed_tokens` were evaluated once more because a preempted request had to
-    give up its state.
+    give up its state. `seen_tokens` is the longest prefix that the prompt shares with any that was
+    evaluated before, as far as that is remembered: what could have been reused at most.
     """
 
     prompt_tokens: int
@@ -161,6 +195,7 @@ class Usage:
     seeded_from: str | None = None
     seeded_tier: str | None = None
     replayed_tokens: int = 0
+    seen_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +224,8 @@ class Timings:
 class Outcome:
     """A finished request. `tokens` are the ids sampled, the end token left out.
 
-    `logprobs` has an entry for each of them where `Sampling.logprobs` asked for it.
+    `logprobs` has an entry for each of them where `Sampling.logprobs` asked for it. `miss` says
+    why more was evaluated than had to be, None where all of it was new.
     """
 
     text: str
@@ -198,6 +234,7 @@ class Outcome:
     usage: Usage
     timings: Timings
     logprobs: tuple[TokenLogprob, ...] = ()
+    miss: Miss | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from orchestrator.engine.counters import Counters
 from orchestrator.engine.keeper import Keeper
 from orchestrator.engine.lane import REPLY_OUTLOOK, Lane
-from orchestrator.engine.pace import STEP_SECONDS
+from orchestrator.engine.pace import STEP_SECONDS, Pace
+from orchestrator.engine.records import Records
 from orchestrator.engine.request import Request
 from orchestrator.engine.scheduler import Patience, Scheduler
 from orchestrator.engine.sharing import Sharing
@@ -54,6 +55,8 @@ class Seats:
         self,
         runtime: Runtime,
         keeper: Keeper,
+        records: Records,
+        pace: Pace,
         options: Options,
         counters: Counters,
         clock: Clock,
@@ -63,6 +66,8 @@ class Seats:
         self.scheduler = Scheduler(options.patience)
         self._runtime = runtime
         self._keeper = keeper
+        self._records = records
+        self._pace = pace
         self._options = options
         self._counters = counters
         self._clock = clock
@@ -196,6 +201,10 @@ class Seats:
             reuses=uses_cache and not cold,
             keeps=uses_cache and not request.one_off,
             own=lane.own if lane and not cold else None,
+            starts=request.starts,
+            marks=request.marks,
+            branch=0 if lane else self._records.fork(ticket.path),
+            costs=self._keeper.costs(self._pace),
         )
 
     def _reply_outlook(self, ticket: Ticket) -> int:
@@ -214,6 +223,7 @@ class Seats:
         lane = ticket.lane
         if lane is None:
             lane = self._new_lane(ticket, admission)
+            self._records.begin(lane, self.lanes, uses_cache=self.uses_cache(ticket.request))
             self._counters.requests += 1
         else:
             lane.seat(admission)
@@ -235,6 +245,7 @@ class Seats:
             self._runtime.tokenizer,
             self._runtime.limits.n_context,
             self._clock(),
+            self._keeper.reply_step(request, self._pace),
         )
 
     def _seeded(self, sampling: Sampling) -> Sampling:
@@ -253,6 +264,7 @@ class Seats:
             return
         cached = lane.cached
         lane.begin()
+        self._records.stands(lane)
         self._counters.reused += lane.cached - cached
         for ticket in self.scheduler:
             self._announce(ticket, lane)

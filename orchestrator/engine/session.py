@@ -207,7 +207,7 @@ class Session:
                 deadline=deadline,
             )
             opens_reasoning = leaves_open(prompt.opener)
-            stream = self._engine.generate(request, opens_reasoning=opens_reasoning)
+            stream = self._engine.generate(request, prompt=prompt, opens_reasoning=opens_reasoning)
             self._script = script
             self._running = _Running(stream.canceller, opens_reasoning)
             stream.on_end(self._running.end)

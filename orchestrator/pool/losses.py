@@ -30,10 +30,14 @@ class Loss:
 
 
 class Losses:
-    """See the module's head. `n_tokens_most` bounds what their paths hold together."""
+    """See the module's head. `n_tokens_most` bounds what their paths hold together.
 
-    def __init__(self, n_tokens_most: int) -> None:
+    `divisible` says that rows can be cut anywhere, so that any part of a checkpoint would serve.
+    """
+
+    def __init__(self, n_tokens_most: int, *, divisible: bool = False) -> None:
         self._places = Seen(n_tokens_most)
+        self._divisible = divisible
 
     def __len__(self) -> int:
         """Return how many places are remembered."""
@@ -53,7 +57,11 @@ class Losses:
 
         It costs the branches on the prompt's own path.
         """
+        within = prompt[: at_most * _WIDTH]
+        if self._divisible:
+            part = self._places.nearest(within, 0)
+            return Loss(part.length, cast("LossCause", part.note)) if part.length else None
         found = None
-        for length, cause in self._places.ends(prompt[: at_most * _WIDTH]):
+        for length, cause in self._places.ends(within):
             found = Loss(length, cast("LossCause", cause))
         return found

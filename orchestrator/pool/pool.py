@@ -155,14 +155,19 @@ class Pool:
         """Return where a prefill keeps states; without a history budget none for going back."""
         if not claim.keeps:
             return ()
-        wayside = self._n_wayside
+        wayside = self.n_wayside
         costs = replace(claim.costs, n_states=_N_NEEDED + len(claim.marks) + wayside)
         points = claim.points if wayside else replace(claim.points, starts=())
         stops = place(points, seeded, costs, divisible=self.forms.divisible)
         return stops if wayside else tuple(s for s in stops if s.kind != "anchor")
 
     @property
-    def _n_wayside(self) -> int:
+    def state_bytes(self) -> int:
+        """Bytes of host memory that a recurrent state takes at most."""
+        return self._weights.state
+
+    @property
+    def n_wayside(self) -> int:
         """How many states may be kept for going back, each in host memory."""
         apart = self.forms.snapshots or self.forms.stateful
         if not apart or not self._weights.state:
@@ -242,6 +247,8 @@ class Pool:
         spare, saved, apart = self._keep_spare, self._keep_exported, self._keep_snapshot
         if not self.forms.resident:
             return [saved]
+        if kind == "reply":  # inside it: never worth a sequence
+            return [saved if self.forms.stateful else apart]
         if self.forms.stateful and kind in ("message", "anchor", "mark"):
             return [saved]
         if not self.forms.snapshots:
@@ -284,7 +291,11 @@ class Pool:
         self, admission: Admission, path: bytes, kind: Kind, leaving: Sequence[Checkpoint]
     ) -> Keep | None:
         """Return how a state is saved to host memory at once, None if it is not worth it."""
-        kinds = ("turn", "shared", *(("message", "anchor", "mark") if self.forms.stateful else ()))
+        kinds = (
+            "turn",
+            "shared",
+            *(("message", "anchor", "mark", "reply") if self.forms.stateful else ()),
+        )
         if self.forms.resident and kind not in kinds:
             return None
         length = len(path) // TOKEN_WIDTH
@@ -295,6 +306,11 @@ class Pool:
         if room is None:
             return None
         return Keep(checkpoint, dropped=(*leaving, *room))
+
+    def inside_reply(self, admission: Admission, n_prompt: int) -> dict[int, Checkpoint]:
+        """Return what a running request kept inside its reply, by length."""
+        of_it = (c for c in self.book.of(admission.conversation) if c.serial == admission.serial)
+        return {c.length: c for c in of_it if c.kind == "reply" and c.length > n_prompt}
 
     def saving(self, keep: Keep) -> None:
         """Note that a state is on its way from its lane to host memory, until `kept`."""

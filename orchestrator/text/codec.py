@@ -29,20 +29,23 @@ D and E ask differently from their first character on, so a chat that asks what 
 is still told from the other; and E begins with line breaks, which many vocabularies join to one
 that the template writes.
 
+A reply that was generated here and comes back in the chat, byte for byte as it was given out, is
+the very tokens that were sampled (`hear`, `fed.py`).
+
 Invariants: ``0 <= base <= floor <= turn < len(tokens)``; the tokens are those of the marked text
-encoded at once (`encoder.py`); a special token typed into a message is never a special id
-(`guard.py`).
+encoded at once, but for such replies (`encoder.py`); a special token typed into a message is never
+a special id (`guard.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 from orchestrator.errors import InvalidArgument, TemplateError
-from orchestrator.text.encoder import Encoder, Encoding, common_length
+from orchestrator.text.encoder import NOTHING, Encoder, Encoding, common_length
 from orchestrator.text.guard import MARK, Guard, scrubbed, unmarked
 from orchestrator.text.messages import Message
 from orchestrator.text.template import ChatTemplate
@@ -68,8 +71,9 @@ class Prompt:
     `floor`: the part of it that also survives the next message of the *user*; less than `turn`
     only inside a tool loop that the template will then render anew. `base`: the part that any
     other chat under the same system text and tools begins with, 0 if there are neither. `text` is
-    what the tokens spell, without a BOS that the tokenizer added. `opener` is the part of it that
-    the generation prompt made.
+    what the tokens spell, without a BOS that the tokenizer added, and with JSON objects of earlier
+    replies as the template writes them. `opener` is the part of it that the generation prompt made.
+    `n_said`: how many of the tokens are replies as they were sampled; `encoding` is for `hear`.
     """
 
     tokens: tuple[int, ...]
@@ -78,6 +82,8 @@ class Prompt:
     text: str
     opener: str
     base: int = 0
+    n_said: int = 0
+    encoding: Encoding = field(default=NOTHING, compare=False, repr=False)
 
 
 class ChatCodec:
@@ -117,12 +123,14 @@ class ChatCodec:
         base = self._common(prompt, *chat.with_other_questions())
         self._encoder.remember(prompt)
         return Prompt(
-            tokens=prompt.tokens,
+            tokens=tuple(prompt.tokens),
             turn=turn,
             floor=min(floor, turn),
             text=unmarked(prompt.text),
             opener=_opener(prompt.text, bare, next_),
             base=min(base, floor, turn),
+            n_said=prompt.n_said,
+            encoding=prompt,
         )
 
     def complete(self, text: str, *, special: bool = True) -> Prompt:
@@ -131,19 +139,41 @@ class ChatCodec:
         `special` False leaves special tokens in `text` as plain text. Raises InvalidArgument if
         there is nothing to evaluate.
         """
-        text = scrubbed(text.replace(MARK, "\ufffd"))
-        prompt = self._encoder.encode(text if special else self._guard.text(text))
-        if not prompt.tokens:
-            raise InvalidArgument("the prompt is empty; give at least one character")
-        return Prompt(prompt.tokens, turn=0, floor=0, text=text, opener="")
+        prompt = self._raw(text, special=special)
+        self._encoder.remember(prompt)
+        return Prompt(
+            tokens=tuple(prompt.tokens),
+            turn=0,
+            floor=0,
+            text=unmarked(prompt.text),
+            opener="",
+            n_said=prompt.n_said,
+            encoding=prompt,
+        )
 
     def raw(self, text: str, *, special: bool = True, continues: bool = False) -> tuple[int, ...]:
-        """The tokens of raw text, as in `complete`; without a BOS where it `continues` others."""
-        tokens, bos = self.complete(text, special=special).tokens, self.tokenizer.bos
+        """The tokens of raw text by itself; without a BOS where it `continues` others."""
+        tokens = tuple(self._raw(text, special=special, known=NOTHING).tokens)
+        bos = self.tokenizer.bos
         if not continues or bos is None or not self.tokenizer.adds_bos:
             return tokens
         written = special and text.startswith(self.tokenizer.token_text(bos))
         return tokens if written else tokens[1:]
+
+    def _raw(self, text: str, *, special: bool, known: Encoding | None = None) -> Encoding:
+        text = scrubbed(text.replace(MARK, "\ufffd"))
+        encoding = self._encoder.encode(text if special else self._guard.text(text), known)
+        if not encoding.tokens:
+            raise InvalidArgument("the prompt is empty; give at least one character")
+        return encoding
+
+    def hear(self, prompt: Prompt, tokens: Sequence[int]) -> None:
+        """Note that `tokens` were sampled after `prompt`, in case that they come back as text.
+
+        To be called in any thread; it waits for nothing.
+        """
+        if prompt.encoding is not NOTHING and tokens:
+            self._encoder.hear(prompt.encoding, tokens)
 
     def ends(
         self,
@@ -181,16 +211,17 @@ class ChatCodec:
 
         until = attempted()
         if until is not None and prompt.text.startswith(unmarked(until)):
-            return self._shared(prompt.tokens, until)
+            return self._shared(prompt, until)
         if at + 1 == len(messages):
             return prompt.turn
         others = [attempted({**_bare(messages[at + 1]), "content": p}) for p in _OTHER_QUESTIONS]
-        ends = [self._shared(prompt.tokens, other) for other in others if other is not None]
+        ends = [self._shared(prompt, other) for other in others if other is not None]
         return min(ends, default=0)
 
-    def _shared(self, tokens: tuple[int, ...], text: str) -> int:
-        """How many of `tokens` marked `text` begins with."""
-        return common_length(tokens, self._encoder.encode(text).tokens)
+    def _shared(self, prompt: Prompt, text: str) -> int:
+        """How many tokens of `prompt` marked `text` begins with."""
+        encoding = self._encoder.encode(text, prompt.encoding)
+        return common_length(prompt.encoding.tokens, encoding.tokens)
 
     def _common(self, prompt: Encoding, *texts: str | None) -> int:
         """The length of the prefix of `prompt` that all other `texts` share, 0 without any.
@@ -199,7 +230,7 @@ class ChatCodec:
         """
         others = [text for text in texts if text is not None and text != prompt.text]
         ends = [
-            common_length(prompt.tokens, self._encoder.encode(text, (prompt,)).tokens)
+            common_length(prompt.tokens, self._encoder.encode(text, prompt).tokens)
             for text in others
         ]
         return min(*ends, len(prompt.tokens) - 1) if ends else 0

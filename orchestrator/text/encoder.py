@@ -1,152 +1,229 @@
-r"""What are the tokens of a marked text, and how much of them is known from the texts before?
+r"""What are the tokens of a marked text, and how much of them is known from what was fed before?
 
-A chat is encoded again every turn, three times over (`codec.py`), and grows by a few hundred
-characters. So a text is encoded in pieces, cut only where that cannot change the tokens, and every
-piece at the head that an earlier text had in common is taken from there.
+A chat is encoded again every turn, several times over (`codec.py`), and grows by a few hundred
+characters. So a text is encoded in pieces, cut only where that cannot change the tokens, and what
+it has in common with texts and replies that were fed before is taken from there (`fed.py`).
 
     text    <s>system … |<|im_end|>\n<|im_start|>user\n … |<|im_end|>\n …
     cuts    0           41                               97
 
-A *cut* lies where a clean special text begins that does not follow white space. Clean: its first
-character is an inner character of no special text, and none of its others begins one; so no other
-special text can reach across the cut or into it, and tokenizers encode both sides apart anyway
-(`Tokenizer`). White space is left alone because some tokens swallow it.
+A *cut* lies where a clean special text begins (`spelling.py`) that does not follow white space: no
+other special text can reach across it, and tokenizers encode both sides apart anyway (`Tokenizer`).
+White space is left alone because some tokens swallow it.
 
-Invariant: the tokens are those of encoding the whole text at once, whatever was encoded before.
+Where a text goes on behind a sampled reply with anything but a special token, what follows is
+encoded by itself, as a text that begins in the middle: no BOS, and none of the spaces that some
+vocabularies put before a text. If that cannot be had, the reply is encoded anew.
+
+Invariant: the tokens are those of encoding the whole text at once, whatever was encoded before,
+but for replies that were sampled otherwise; those are as sampled, and spell the same.
 """
 
 from __future__ import annotations
 
 import threading
+from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from orchestrator.text.guard import MARK, Guard, unmarked
-from orchestrator.text.literals import literal_pattern
+from orchestrator.text.fed import N_BYTES, Edge, Fed, followed, replied
+from orchestrator.text.guard import MARK, Guard
+from orchestrator.text.spelling import CLOSE, OPEN, Speller, parts, read
 from orchestrator.text.tokenizer import Tokenizer
 
-Items = TypeVar("Items", str, tuple[int, ...])
+Items = TypeVar("Items", str, bytes, tuple[int, ...], "array[int]")
 
-REMEMBERED = 16  # texts, as many as chats that are likely to go on side by side
+_N_HEARD = 256  # replies that wait to be taken in by the next encoding
+_ANCHORS = (b"\n", b".", b"a")  # a text that begins in the middle is encoded behind one of these
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """A marked text and its tokens. `counts[i]` tokens stand for the text before `cuts[i]`.
+    """A marked text, its spelling, and its tokens.
 
-    Both begin with 0 and ascend; cuts are in characters. The BOS that a tokenizer adds belongs
-    to the first piece.
+    `edges` hold all of them but those of the end, behind the last place where it may be cut. The
+    BOS that a tokenizer adds belongs to what comes first.
     """
 
     text: str
-    tokens: tuple[int, ...]
-    cuts: tuple[int, ...] = (0,)
-    counts: tuple[int, ...] = (0,)
+    spelling: bytes
+    tokens: array[int]
+    edges: tuple[Edge, ...] = ()
+
+    @property
+    def n_said(self) -> int:
+        """How many of the tokens are as they were sampled."""
+        return sum(edge.n_said for edge in self.edges)
 
 
-_NOTHING = Encoding("", ())
+NOTHING = Encoding("", b"", array("i"))
 
 
 class Encoder:
-    """Encodes marked texts with one tokenizer. Safe to use from several threads."""
+    """Encodes marked texts with one tokenizer. Safe to use from several threads.
 
-    def __init__(self, tokenizer: Tokenizer, guard: Guard) -> None:
+    `n_bytes` bounds what it remembers of them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, guard: Guard, n_bytes: int = N_BYTES) -> None:
         self._tokenizer = tokenizer
         self._guard = guard
-        self._clean = literal_pattern(_clean(tokenizer.special_texts()))
-        self._bos_text = "" if tokenizer.bos is None else tokenizer.token_text(tokenizer.bos)
-        self._recent: deque[Encoding] = deque(maxlen=REMEMBERED)
+        self._speller = Speller(tokenizer, guard)
+        bos = "" if tokenizer.bos is None else tokenizer.token_text(tokenizer.bos)
+        self._bos_spelling = self._speller.text(bos)
+        self._fed = Fed(n_bytes)
+        self._heard: deque[tuple[Encoding, Sequence[int]]] = deque(maxlen=_N_HEARD)
         self._lock = threading.Lock()
 
-    def encode(self, text: str, known: Sequence[Encoding] | None = None) -> Encoding:
-        """The tokens of marked `text`; `known` encodings (those remembered) spare its head."""
-        if known is None:
-            with self._lock:
-                known = tuple(self._recent)
-        head, kept = max(
-            ((each, self._kept(each, text)) for each in known),
-            key=lambda found: found[0].cuts[found[1]],
-            default=(_NOTHING, 0),
-        )
-        return self._continued(text, head, kept)
+    @property
+    def n_bytes(self) -> int:
+        """What it remembers."""
+        return self._fed.n_bytes
+
+    def encode(self, text: str, known: Encoding | None = None) -> Encoding:
+        """The tokens of marked `text`; with `known`, its head is taken from nowhere else."""
+        spelling = self._speller.text(text)
+        edges = self._longest(spelling) if known is None else self._along(known, spelling)
+        while (encoding := self._continued(text, spelling, edges)) is None:
+            edges = edges[:-1]
+        return encoding
 
     def remember(self, encoding: Encoding) -> None:
-        """Keeps `encoding` for the texts to come, in place of the one that it continues."""
+        """Keep `encoding` for the texts to come."""
         with self._lock:
-            for old in self._recent:
-                if common_length(old.text, encoding.text) * 2 > len(old.text):
-                    self._recent.remove(old)
-                    break
-            self._recent.append(encoding)
+            self._fed.keep(encoding.edges)
 
-    def _kept(self, known: Encoding, text: str) -> int:
-        """The index of the last cut of `known` up to which `text` is the same."""
-        if len(known.cuts) == 1:
-            return 0
-        at = bisect_right(known.cuts, common_length(known.text, text)) - 1
-        while at > 0 and not self._clean.match(text, known.cuts[at]):
-            at -= 1
-        return at
+    def hear(self, prompt: Encoding, tokens: Sequence[int]) -> None:
+        """Note that `tokens` were sampled after `prompt`; quick, and waits for nothing."""
+        self._heard.append((prompt, tokens))
 
-    def _continued(self, text: str, head: Encoding, kept: int) -> Encoding:
-        start = head.cuts[kept]
-        cuts, counts = [*head.cuts[: kept + 1]], [*head.counts[: kept + 1]]
-        tokens = [*head.tokens[: counts[-1]]] if start else self._bos(text)
-        for begin, end in pairwise((start, *self._cuts(text, start), len(text))):
-            tokens += self._piece(text[begin:end])
-            cuts.append(end)
-            counts.append(len(tokens))
-        # The end of the text is no cut: more text may join its last token.
-        return Encoding(text, tuple(tokens), tuple(cuts[:-1]), tuple(counts[:-1]))
+    # ---- what is known of a text --------------------------------------------------------------
 
-    def _bos(self, text: str) -> list[int]:
+    def _longest(self, spelling: bytes) -> tuple[Edge, ...]:
+        self._take_in()
+        with self._lock:
+            return self._fed.longest(spelling, self._next_cut)
+
+    def _take_in(self) -> None:
+        """Remember the replies that were heard. That takes a while, so whoever encodes does it."""
+        while self._heard:
+            try:
+                prompt, tokens = self._heard.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            lead = prompt.spelling[_length(prompt.edges) :]
+            of_lead = prompt.tokens[sum(len(edge.tokens) for edge in prompt.edges) :]
+            for reply in self._speller.replies(tokens):
+                with self._lock:
+                    self._fed.keep((*prompt.edges, replied(lead, of_lead, reply, tokens)))
+
+    def _along(self, known: Encoding, spelling: bytes) -> tuple[Edge, ...]:
+        """The edges of `known` that a spelling follows."""
+        at = 0
+        for number, edge in enumerate(known.edges):
+            end = at + len(edge.text)
+            if edge.said is not None:
+                part = followed(edge, spelling, at)
+                if part is not edge:
+                    return known.edges[:number] if part is None else (*known.edges[:number], part)
+            elif not (spelling.startswith(edge.text, at) and self._is_clean(spelling, end)):
+                return known.edges[:number]
+            at = end
+        return known.edges
+
+    def _next_cut(self, spelling: bytes, at: int) -> int:
+        """The first place behind `at` where a spelling may be cut, its length if there is none."""
+        while (at := spelling.find(OPEN, at + 1)) >= 0:
+            if self._is_clean(spelling, at) and not _follows_space(spelling, at):
+                return at
+        return len(spelling)
+
+    def _is_clean(self, spelling: bytes, at: int) -> bool:
+        """Whether a clean special text begins at `at`."""
+        if not spelling.startswith(OPEN, at):
+            return False
+        return spelling[at + 1 : spelling.index(CLOSE, at)] in self._speller.clean
+
+    # ---- what is new --------------------------------------------------------------------------
+
+    def _continued(self, text: str, spelling: bytes, head: tuple[Edge, ...]) -> Encoding | None:
+        """The encoding that begins with `head`; None if what follows cannot be joined to that."""
+        tokens, edges = array("i"), [*head]
+        for edge in head:
+            tokens.extend(edge.tokens)
+        start = _length(head)
+        bos = [] if head else self._bos(spelling)
+        joins = bool(head) and head[-1].said is not None
+        for begin, end in pairwise((start, *self._cuts(spelling, start))):
+            piece = spelling[begin:end]
+            encoded = self._joined(piece) if joins else self._piece(piece)
+            if encoded is None:
+                return None
+            made = array("i", [*bos, *encoded])
+            tokens.extend(made)
+            if end < len(spelling):  # the end of the text is no cut: more may join its last token
+                edges.append(Edge(piece, made))
+            bos, joins = [], False
+        tokens.extend(bos)
+        return Encoding(text, spelling, tokens, tuple(edges))
+
+    def _cuts(self, spelling: bytes, start: int) -> Iterator[int]:
+        at = start
+        while at < len(spelling):
+            at = self._next_cut(spelling, at)
+            yield at
+
+    def _bos(self, spelling: bytes) -> list[int]:
         bos = self._tokenizer.bos
-        if bos is None or not self._tokenizer.adds_bos or text.startswith(self._bos_text):
+        if bos is None or not self._tokenizer.adds_bos or spelling.startswith(self._bos_spelling):
             return []
         return [bos]
 
-    def _cuts(self, text: str, start: int) -> Iterator[int]:
-        for match in self._clean.finditer(text, start):
-            at = match.start()
-            if at > start and not text[at - 1].isspace():
-                yield at
-
-    def _piece(self, text: str) -> list[int]:
-        """The tokens of a piece: what lies between two specials is plain if it has a mark."""
+    def _piece(self, spelling: bytes) -> list[int]:
+        """The tokens of a piece that begins where tokenizers cut anyway."""
+        text = read(spelling)
+        if self._speller.text(text) == spelling:  # what looks like a special token is one
+            return self._trusted(text)
         tokens: list[int] = []
-        done = 0
-        for start, end in self._plain_spans(text):
-            tokens += self._trusted(text[done:start])
-            tokens += self._plain(text[start:end])
-            done = end
-        return tokens + self._trusted(text[done:])
+        trusted = ""
+        for part, is_plain in self._parts(spelling, text):
+            if is_plain:
+                tokens += self._trusted(trusted) + self._plain(part)
+                trusted = ""
+            else:
+                trusted += part
+        return tokens + self._trusted(trusted)
 
     def _trusted(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, special=True) if text else []
 
-    def _plain_spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """``[start, end)`` of every stretch between special texts that holds a mark."""
-        if MARK not in text:
-            return
-        start = 0
-        for match in self._guard.specials.finditer(text):
-            if MARK in text[start : match.start()]:
-                yield start, match.start()
-            start = match.end()
-        if MARK in text[start:]:
-            yield start, len(text)
+    def _parts(self, spelling: bytes, text: str) -> Iterator[tuple[str, bool]]:
+        """The special texts and what lies between; that is plain if it looks like special ones."""
+        bounds = [0]
+        for part in parts(spelling):
+            bounds.append(bounds[-1] + len(read(part)))
+        spans = list(pairwise(bounds))
+        special = set(spans[1::2])
+        alike = [match.span() for match in self._guard.specials.finditer(text)]
+        alike = [span for span in alike if span not in special]
+        ends = [end for _, end in alike]
+        for number, (start, end) in enumerate(spans):
+            nearest = bisect_right(ends, start)
+            overlaps = nearest < len(alike) and alike[nearest][0] < end
+            yield text[start:end], overlaps and number % 2 == 0
 
-    def _plain(self, marked: str) -> list[int]:
-        text = unmarked(marked)
+    def _plain(self, text: str) -> list[int]:
+        if not text:
+            return []
         tokens = self._tokenizer.encode(text, special=False)
         if not self._forms_special(text, tokens):
             return tokens
-        parts = (self._tokenizer.encode(part, special=False) for part in marked.split(MARK))
-        return [token for part in parts for token in part]
+        broken = filter(None, self._guard.text(text).split(MARK))
+        return [t for part in broken for t in self._tokenizer.encode(part, special=False)]
 
     def _forms_special(self, text: str, tokens: list[int]) -> bool:
         """Whether a special text in plain `text` became one token all the same (a marker's)."""
@@ -154,13 +231,41 @@ class Encoder:
         ids = {tuple(self._tokenizer.encode(special, special=True)) for special in found}
         return any((token,) in ids for token in set(tokens))
 
+    # ---- what follows a reply -----------------------------------------------------------------
 
-def _clean(specials: Iterable[str]) -> list[str]:
-    """The special texts at whose beginning any text may be cut."""
-    specials = [text for text in specials if text]
-    firsts = {text[0] for text in specials}
-    inner = {char for text in specials for char in text[1:]}
-    return [text for text in specials if text[0] not in inner and firsts.isdisjoint(text[1:])]
+    def _joined(self, spelling: bytes) -> list[int] | None:
+        """The tokens of a piece that begins behind a sampled token."""
+        end = spelling.find(OPEN)
+        plain, rest = (spelling, b"") if end < 0 else (spelling[:end], spelling[end:])
+        tokens = self._in_the_middle(plain)
+        return None if tokens is None else tokens + self._piece(rest)
+
+    def _in_the_middle(self, plain: bytes) -> list[int] | None:
+        """The tokens of a text that spell just that, whatever a tokenizer puts before a text."""
+        tokens = self._piece(plain)
+        if self._shown(tokens) == plain:
+            return tokens
+        for anchor in _ANCHORS:
+            tokens = self._piece(anchor + plain)
+            start, left = len(tokens), len(plain)
+            while left > 0 and start:
+                start -= 1
+                left -= len(self._tokenizer.piece(tokens[start]))
+            if self._shown(tokens[start:]) == plain:
+                return tokens[start:]
+        return None
+
+    def _shown(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(map(self._tokenizer.piece, tokens))
+
+
+def _length(edges: Sequence[Edge]) -> int:
+    return sum(len(edge.text) for edge in edges)
+
+
+def _follows_space(spelling: bytes, at: int) -> bool:
+    before = spelling[max(0, at - 5) : at].rstrip(CLOSE)
+    return before.decode("utf-8", "ignore")[-1:].isspace()
 
 
 def common_length(first: Items, second: Items) -> int:
