@@ -248,10 +248,23 @@ def test_without_requests_it_is_said_what_to_do(capsys: pytest.CaptureFixture[st
 def test_each_request_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     write(entry(clock(1)), entry(seeded_from=None, seeded_tier=None), entry(seeded_tier="exported"))
     out, _ = explained(capsys)
-    assert "time model prompt reused prefilled from why" in out
+    assert "time model prompt reused prefilled from" in out
     assert "demo 4,000 1,000 3,000 turn system prompt" in out
     assert "demo 4,000 1,000 3,000 cold" in out
     assert "demo 4,000 1,000 3,000 turn, host" in out
+
+
+@pytest.mark.parametrize("columns", [40, 80, 109, 110, 200])
+def test_nothing_is_cut_off_at_any_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    write(entry(clock(1)), entry(clock(2), model="a-model-with-a-name-of-its-own"))
+    out, _ = explained(capsys)
+    assert "demo 4,000 1,000 3,000 turn" in out
+    assert "a-model-with-a-… 4,000 1,000 3,000 turn" in out
+    for told in ("system prompt changes at token 3,000", "`10:02` -> `10:03` (3,000 read again)"):
+        assert told in out
 
 
 def test_only_the_last_ones_are_told(capsys: pytest.CaptureFixture[str]) -> None:

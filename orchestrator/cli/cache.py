@@ -9,16 +9,26 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 import click
+from rich.cells import cell_len
+from rich.console import Console, JustifyMethod
+from rich.padding import Padding
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.cli.inline import DIM
+from orchestrator.cli.inline import DIM, PLAIN
 from orchestrator.cli.render import clean, print_dim, terminal
 
 if TYPE_CHECKING:
     from orchestrator.store.journal import Entry
 
 N_LAST = 20
+
+_COLUMNS = ("time", "model", "prompt", "reused", "prefilled", "from")
+_COUNTS = ("prompt", "reused", "prefilled")
+_MODEL_MOST = 16  # characters of a model's name
+_WIDE = 110  # columns from which on the reason has a column of its own
+_INDENT = 10
 
 
 @click.group()
@@ -62,10 +72,15 @@ def explain(last: int, as_json: bool) -> None:
 
 
 def _show(entries: Sequence[Entry]) -> None:
-    from orchestrator.cli.causes import repeated
+    from orchestrator.cli.causes import reason, repeated
 
     out = terminal()
-    out.print(_table(entries))
+    rows = [_cells(entry) for entry in entries]
+    reasons = [reason(entry.record.miss) for entry in entries]
+    if out.width >= _WIDE:
+        out.print(_table(rows, reasons))
+    else:
+        _print_narrow(out, rows, reasons)
     lines = repeated(entries)
     if lines:
         out.print()
@@ -75,28 +90,50 @@ def _show(entries: Sequence[Entry]) -> None:
         out.print(Text(name + each.line()), soft_wrap=not out.is_terminal)
 
 
-def _table(entries: Sequence[Entry]) -> Table:
-    from orchestrator.cli.causes import origin, reason
+def _cells(entry: Entry) -> list[str]:
+    """Return what is told of a request beside the reason."""
+    from orchestrator.cli.causes import origin
 
+    usage = entry.record.usage
+    model = clean(entry.model)
+    counts = (usage.prompt_tokens, usage.cached_tokens, usage.prefilled_tokens)
+    return [
+        _when(entry.record.at),
+        model if len(model) <= _MODEL_MOST else f"{model[: _MODEL_MOST - 1]}…",
+        *(f"{count:,}" for count in counts),
+        clean(origin(usage)),
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]], reasons: Sequence[str]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style=DIM)
-    table.add_column("time", no_wrap=True)
-    table.add_column("model", overflow="ellipsis", no_wrap=True, max_width=16)
-    for name in ("prompt", "reused", "prefilled"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("from", no_wrap=True)
-    table.add_column("why", ratio=1, min_width=20, overflow="fold")
-    for entry in entries:
-        usage = entry.record.usage
-        table.add_row(
-            _when(entry.record.at),
-            Text(clean(entry.model)),
-            f"{usage.prompt_tokens:,}",
-            f"{usage.cached_tokens:,}",
-            f"{usage.prefilled_tokens:,}",
-            Text(clean(origin(usage))),
-            Text(reason(entry.record.miss)),
-        )
+    for name in _COLUMNS:
+        justify: JustifyMethod = "right" if name in _COUNTS else "left"
+        table.add_column(name, justify=justify, no_wrap=True)
+    table.add_column("why", ratio=1, overflow="fold")
+    for row, told in zip(rows, reasons, strict=True):
+        table.add_row(*map(Text, row), Text(told))
     return table
+
+
+def _print_narrow(out: Console, rows: Sequence[Sequence[str]], reasons: Sequence[str]) -> None:
+    """Print each request on a line, and the reason below it."""
+    widths = [max(map(cell_len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+
+    def line(cells: Sequence[str], style: Style = PLAIN) -> Text:
+        padded = []
+        for name, cell, width in zip(_COLUMNS, cells, widths, strict=True):
+            space = " " * (width - cell_len(cell))
+            padded.append(space + cell if name in _COUNTS else cell + space)
+        return Text("  ".join(padded).rstrip(), style)
+
+    out.print(line(_COLUMNS, DIM), soft_wrap=True)
+    for row, told in zip(rows, reasons, strict=True):
+        out.print(line(row), soft_wrap=True)
+        if told and out.is_terminal:
+            out.print(Padding(Text(told, DIM), (0, 0, 0, _INDENT)))
+        elif told:
+            out.print(Text(" " * _INDENT + told), soft_wrap=True)
 
 
 def _when(at: float) -> str:
