@@ -18,6 +18,7 @@ from types import TracebackType
 from orchestrator.cli.opening import Messages, Opening, Progress
 from orchestrator.engine.counters import Counters
 from orchestrator.engine.occupancy import EngineStats, Occupancy
+from orchestrator.engine.records import Record
 from orchestrator.engine.request import (
     Event,
     Finished,
@@ -107,6 +108,7 @@ class FakeEngine:
     openings: list[Opening] = field(default_factory=list)
     closed: bool = False
     notes: Sequence[str] = ()
+    sink: Callable[[Record], object] = lambda record: None
     variables: frozenset[str] = frozenset({"enable_thinking", "k", "tags", "n"})
 
     def unknown_arguments(self, arguments: Mapping[str, object]) -> list[str]:
@@ -155,6 +157,9 @@ class FakeEngine:
         if self.streams:
             return self.streams.pop(0)
         return FakeStream([f"{word} " for word in self.reply(messages).split(" ")])
+
+    def report_to(self, sink: Callable[[Record], object]) -> None:
+        self.sink = sink
 
     def stats(self) -> EngineStats:
         """Return what an engine held that had served two turns."""

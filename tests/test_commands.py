@@ -13,6 +13,13 @@ import gguf
 import pytest
 import tiny_models
 
+
+@pytest.fixture(autouse=True)
+def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep what these processes record out of the user's own state directory."""
+    monkeypatch.setenv("ORCHESTRATOR_STATE_DIR", str(tmp_path / "state"))
+
+
 COMMAND = [sys.executable, "-m", "orchestrator.cli.main"]
 
 

@@ -22,7 +22,8 @@ LAYERS: dict[str, set[str]] = {
     # A runtime has a vocabulary, and so needs to know what a tokenizer is.
     "runtime": {"_seqstate", "text", "models", "errors", "paths", "config"},
     "engine": {"runtime", "pool", "text", "models", "errors", "paths", "config"},
-    "cli": {"engine", "text", "errors", "paths", "config", ""},
+    "store": {"engine", "errors", "paths"},
+    "cli": {"store", "engine", "text", "errors", "paths", "config", ""},
 }
 """What each part may import, beside itself. The empty name is the package: its public names."""
 

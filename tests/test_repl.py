@@ -138,6 +138,12 @@ def test_stats_says_what_is_held_and_what_has_happened() -> None:
     assert "prompt tokens 40 evaluated · 37 reused" in screen
 
 
+def test_why_says_what_the_last_request_reused() -> None:
+    ended = talk("/why", "one", "/why")
+    assert "nothing was asked yet; ask something, then /why" in ended.screen
+    assert "10 of 30 prompt tokens were reused (turn)" in ended.screen
+
+
 def test_help_names_every_command() -> None:
     ended = talk("/help")
     assert [name for name in COMMANDS if f"/{name}" not in ended.screen] == []

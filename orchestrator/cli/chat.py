@@ -249,6 +249,8 @@ def _greeting(engine: ChatEngine) -> str:
 @contextmanager
 def _opened(seam: Seam, options: Options, spec: ModelSpec) -> Iterator[ChatEngine]:
     """Open the engine with its progress on standard error, and close it at the end."""
+    from orchestrator.store.journal import Entry, JournalWriter
+
     err = terminal(stderr=True)
     progress = _Progress(Waiting(err), interactive=err.is_terminal)
     try:
@@ -256,7 +258,8 @@ def _opened(seam: Seam, options: Options, spec: ModelSpec) -> Iterator[ChatEngin
             opened = seam.open_engine(options.opening(spec), progress.say)
     finally:
         progress.waiting.stop()
-    with opened as engine:
+    with JournalWriter() as journal, opened as engine:
+        engine.report_to(lambda record: journal.put(Entry(engine.model.name, record)))
         for note in (*engine.notes, *_unread(engine, options)):
             print_dim(err, note)
         if options.verbose:

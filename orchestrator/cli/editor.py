@@ -6,10 +6,8 @@ Alt-Enter begins a new one; pasted text keeps its lines.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 
-import platformdirs
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
@@ -19,20 +17,15 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.styles import Style
 
 from orchestrator.errors import ConfigError
-from orchestrator.paths import expanded
-
-STATE_VARIABLE = "ORCHESTRATOR_STATE_DIR"
+from orchestrator.paths import state_dir
 
 _STYLE = Style.from_dict({"mark": "ansigreen bold", "more": "ansibrightblack"})
 
 
 def history() -> History:
     """Return the history file of this user, or one in memory where no file can be written."""
-    named = os.environ.get(STATE_VARIABLE)
     try:
-        folder = expanded(named or platformdirs.user_state_dir("orchestrator"))
-        file = folder / "chat_history"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = state_dir() / "chat_history"
         file.touch(mode=0o600)
         with file.open("ab"):
             return FileHistory(file)

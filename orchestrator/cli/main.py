@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import click
 
 from orchestrator import __version__
+from orchestrator.cli.cache import cache
 from orchestrator.cli.chat import chat
 from orchestrator.cli.opening import OpenEngine, Seam, open_engine
 from orchestrator.errors import OrchestratorError
@@ -38,6 +39,7 @@ def cli() -> None:
 
 
 cli.add_command(chat)
+cli.add_command(cache)
 
 
 def main(arguments: Sequence[str] | None = None, open_engine: OpenEngine = open_engine) -> int:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from orchestrator.config import ModelSpec
     from orchestrator.engine.occupancy import EngineStats
+    from orchestrator.engine.records import Record
     from orchestrator.engine.request import Event, Priority, Sampling
 
 Messages = Sequence[Mapping[str, object]]
@@ -77,6 +78,9 @@ class ChatEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """Return what the engine holds and has done."""
+
+    def report_to(self, sink: Callable[[Record], object]) -> None:
+        """Hand what each request took to `sink` from now on, on the engine's thread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,14 @@ from rich.console import Console
 from rich.text import Text
 
 from orchestrator.cli.asking import Asking
+from orchestrator.cli.causes import answer
 from orchestrator.cli.conversation import Conversation, Exchange, load, save
 from orchestrator.cli.keyboard import silent_keys
 from orchestrator.cli.opening import ChatEngine
 from orchestrator.cli.render import clean, print_dim, terminal_view
 from orchestrator.cli.reply import follow
 from orchestrator.cli.report import held, outcome_line, timings_line
+from orchestrator.engine.request import Outcome
 from orchestrator.errors import OrchestratorError, PromptTooLong, RequestError
 
 _COMMAND = re.compile(r"/([A-Za-z?]*)(?:\s+(.*))?$", re.DOTALL)
@@ -75,6 +77,7 @@ class Repl:
         self._editor = editor
         self._screen = screen
         self._name = uuid.uuid4().hex
+        self._last: Outcome | None = None
 
     def run(self) -> None:
         """Read lines and act on them until Ctrl-D or ``/exit``."""
@@ -129,6 +132,7 @@ class Repl:
         stream = self._asking.ask(self._engine, before.prompt(message), self._name)
         with silent_keys():
             reply = follow(stream, terminal_view(self._screen.out, self._screen.err))
+        self._last = reply.outcome
         if reply.cancelled and not reply.content:
             self.say("stopped before the answer began; nothing was added to the conversation")
             return
@@ -157,6 +161,13 @@ class Repl:
     def show_figures(self) -> None:
         """Print what the engine holds and has done."""
         self._screen.err.print(held(self._engine.stats()))
+
+    def explain(self) -> None:
+        """Say what the last request reused, and what kept it from more."""
+        if self._last is None:
+            self.say("nothing was asked yet; ask something, then /why")
+        else:
+            self.say(answer(self._last))
 
     def print_help(self) -> None:
         """Print the commands and the keys."""
@@ -232,6 +243,7 @@ COMMANDS: Mapping[str, Command] = {
     "system": Command("[TEXT]", "show or set the system text; - takes it away", _system),
     "reset": Command("", "begin a new conversation", _reset),
     "stats": Command("", "what the engine holds and has done", lambda repl, _: repl.show_figures()),
+    "why": Command("", "what the last request evaluated, and why", lambda repl, _: repl.explain()),
     "save": Command("FILE", "save the conversation", _save),
     "load": Command("FILE", "go on with a saved conversation", _load),
     "help": Command("", "this list", lambda repl, _: repl.print_help()),

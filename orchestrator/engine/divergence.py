@@ -117,18 +117,20 @@ def sides(
 ) -> tuple[str, str]:
     """Return what stood where two paths part, and what stands there instead: a few words each.
 
-    Both begin with the word that the place lies in, where it lies in one. An empty one says that
-    something was put in, or taken out. `recurs` tells where the paths come together again.
+    Both begin with the word that the place lies in, where it lies in one, and end with the message.
+    An empty one says that something was put in, or taken out. `recurs` tells where the paths come
+    together again.
     """
     around = _before(shared, tokenizer)
+    ends = _ends(old, new, tokenizer, recurs)
     before, after = (
-        spelled(around + path[: min(end, _N_TOKENS) * _WIDTH], tokenizer).strip(_BROKEN)
-        for path, end in ((old, recurs.old), (new, recurs.new))
+        spelled(around + path[: end * _WIDTH], tokenizer).strip(_BROKEN)
+        for path, end in zip((old, new), ends, strict=True)
     )
     same = common_text(before, after)  # a character may lie across the place
     word = re.split(r"\s", before[:same])[-1][-_WORD_MOST:]
     before, after = before[same:], after[same:]
-    if recurs.n_tokens == 0:
+    if ends != (recurs.old, recurs.new):
         before, after = _until_they_meet(before, after)
     elif (word or (before and after)) and not any(t[-1:].isspace() for t in (before, after)):
         rest = _rest_of_word(old[recurs.old * _WIDTH :], tokenizer)
@@ -136,6 +138,19 @@ def sides(
     if before.strip() != after.strip():  # else the white space is what differs
         before, after = before.strip(" "), after.strip(" ")
     return shown(word + before), shown(word + after)
+
+
+def _ends(old: bytes, new: bytes, tokenizer: Tokenizer, recurs: Recurrence) -> tuple[int, int]:
+    """Return how many tokens of two paths to look at: to the message's end, or where they meet."""
+    most = min(recurs.old, _N_TOKENS), min(recurs.new, _N_TOKENS)
+    until = _to_end(old[: most[0] * _WIDTH], tokenizer), _to_end(new[: most[1] * _WIDTH], tokenizer)
+    return until if any(until) else most  # both messages end there, and not alike
+
+
+def _to_end(path: bytes, tokenizer: Tokenizer) -> int:
+    """Return how many tokens of a path stand before one that ends a message."""
+    tokens = _unpacked(path)
+    return next((n for n, t in enumerate(tokens) if tokenizer.is_end(t)), len(tokens))
 
 
 def _before(path: bytes, tokenizer: Tokenizer) -> bytes:

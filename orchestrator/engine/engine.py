@@ -23,6 +23,7 @@ from orchestrator.config import ModelSpec
 from orchestrator.engine.core import Core, Options
 from orchestrator.engine.occupancy import EngineStats
 from orchestrator.engine.opening import Choices, Opened, Progress, open_model
+from orchestrator.engine.records import Record
 from orchestrator.engine.request import (
     Finished,
     Priority,
@@ -372,6 +373,17 @@ class Engine:
         return self._worker.call(
             lambda core: EngineStats(core.occupancy(), core.counters.snapshot())
         )
+
+    def requests(self) -> tuple[Record, ...]:
+        """Return what the last requests took, and why, the latest at the end."""
+        return self._worker.call(lambda core: core.requests())
+
+    def report_to(self, sink: Callable[[Record], object]) -> None:
+        """Hand what each request took to `sink` from now on, before its reader knows its end.
+
+        It is called on the engine's thread: it must be quick, wait for nothing and not raise.
+        """
+        self._worker.post(lambda core: core.report_to(sink))
 
     def close(self) -> None:
         """End what runs with `EngineClosed` and free the model; closing twice is harmless."""
