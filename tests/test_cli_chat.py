@@ -121,7 +121,11 @@ def test_json_is_one_object_with_everything_in_it(cli: Cli) -> None:
             "completion_tokens": 2,
             "cached_tokens": 10,
             "prefilled_tokens": 20,
+            "seen_tokens": 0,
+            "seeded_from": "turn",
+            "seeded_tier": None,
         },
+        "miss": None,
         "timings": {
             "queued": 0.0,
             "time_to_first_token": 0.25,

@@ -56,7 +56,8 @@ def timings_line(outcome: Outcome) -> str:
 def as_json(reply: Reply, model: str) -> dict[str, object]:
     """Return a reply as one object; times are in seconds.
 
-    `reasoning` is there only where there is any, `logprobs` only where they were asked for.
+    `reasoning` is there only where there is any, `logprobs` only where they were asked for. `miss`
+    is null where all that was evaluated was new.
     """
     outcome = reply.outcome
     usage = outcome.usage
@@ -73,7 +74,11 @@ def as_json(reply: Reply, model: str) -> dict[str, object]:
             "completion_tokens": usage.completion_tokens,
             "cached_tokens": usage.cached_tokens,
             "prefilled_tokens": usage.prefilled_tokens,
+            "seen_tokens": usage.seen_tokens,
+            "seeded_from": usage.seeded_from,
+            "seeded_tier": usage.seeded_tier,
         },
+        "miss": None if outcome.miss is None else asdict(outcome.miss),
         "timings": asdict(outcome.timings),
         "finish_reason": outcome.finish_reason,
     }
