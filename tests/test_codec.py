@@ -363,24 +363,25 @@ def test_a_message_ends_where_the_chat_up_to_it_does() -> None:
     ]
 
 
-def test_a_message_that_is_rendered_anew_ends_where_the_words_of_the_next_begin() -> None:
+def test_a_message_that_is_rendered_anew_ends_where_its_own_closing_does() -> None:
     thought = assistant("<think>\nhm\n</think>\n\nb")
     chat = [user("a"), thought, user("xy"), thought]
     assert spans(codec("thinking"), *chat) == [
         "<|im_start|>user\na<|im_end|>\n",
-        "<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\n",
-        "xy<|im_end|>\n",
+        "<|im_start|>assistant\nb<|im_end|>\n",
+        "<|im_start|>user\nxy<|im_end|>\n",
         "<|im_start|>assistant\n<think>\nhm\n</think>\n\nb<|im_end|>\n",
     ]
 
 
-def test_a_system_text_that_moves_stands_before_the_words_it_moved_to() -> None:
+def test_a_system_text_that_moves_belongs_to_the_message_it_moved_to() -> None:
     parts = spans(codec_of(SOURCES["in last"]), SYSTEM, user("a"), assistant("b"), user("c"))
-    assert [parts[0], parts[-1]] == ["", "c<|im_end|>\n"]
-    assert "".join(parts[1:3]) == (
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
-        "<|im_start|>user\nBe brief. "
-    )
+    assert parts == [
+        "",
+        "<|im_start|>user\na<|im_end|>\n",
+        "<|im_start|>assistant\nb<|im_end|>\n",
+        "<|im_start|>user\nBe brief. c<|im_end|>\n",
+    ]
     parts = spans(codec_of(SOURCES["in first"]), SYSTEM, user("a"))  # alone it is not shown at all
     assert parts == ["", "<|im_start|>user\nBe brief. a<|im_end|>\n"]
 
@@ -402,10 +403,12 @@ def test_a_message_whose_end_cannot_be_found_has_no_span() -> None:
     ]
 
 
-def test_known_ends_are_not_sought_again() -> None:
-    chat = [SYSTEM, user("a"), assistant("b"), user("c")]
-    chatting = codec()
-    ends = chatting.ends(chat, chatting.encode(chat))
+PICKY = "{% if messages[-1].content == 'c' %}" + NO_PROMPT.replace("[{{", "<{{") + "{% endif %}"
+"""Shows nothing of a chat that ends otherwise, and so shows no seams."""
+
+
+def renderings(chatting: ChatCodec) -> list[int]:
+    """How many messages each rendering from now on has."""
     rendered: list[int] = []
     fill = chatting.template.fill
 
@@ -413,11 +416,43 @@ def test_known_ends_are_not_sought_again() -> None:
         rendered.append(len(told))
         return fill(told, **more)
 
-    prompt = chatting.encode(chat)
     chatting.template.fill = noting  # type: ignore[assignment, method-assign]
+    return rendered
+
+
+def test_ends_that_the_template_shows_at_once_cost_no_rendering() -> None:
+    chat = [SYSTEM, user("a"), assistant("b"), user("c")]
+    chatting = codec()
+    prompt = chatting.encode(chat)
+    rendered = renderings(chatting)
+    assert chatting.ends(chat, prompt) == prompt.ends
+    assert rendered == []
+
+
+def test_known_ends_are_not_sought_again() -> None:
+    chat = [SYSTEM, user("a"), assistant("b"), user("c")]
+    chatting = codec_of(PICKY)
+    prompt = chatting.encode(chat)
+    assert prompt.ends == ()
+    ends = chatting.ends(chat, prompt)
+    rendered = renderings(chatting)
     assert chatting.ends(chat, prompt, known=ends[:3]) == ends
     assert rendered == [4]
     assert chatting.ends(chat, prompt, known=ends) == ends
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_long_chat_is_rendered_a_few_times_however_many_messages_it_has(name: str) -> None:
+    chatting = codec(name)
+    chatting.encode([user("hi")])  # learns the seams of the template
+    chat = [SYSTEM]
+    for turn in range(100):
+        chat += [user(f"question {turn}"), assistant(f"<think>\nhm\n</think>\n\nreply {turn}")]
+    rendered = renderings(chatting)
+    prompt = chatting.encode([*chat, user("and?")])
+    assert len(rendered) <= 5
+    assert len(prompt.starts) == 101
+    assert len(prompt.ends) == 202
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -443,6 +478,131 @@ def test_ends_ascend_and_never_leave_the_prompt(
     ends = chatting.ends(chat, prompt)
     assert [0, *ends, len(prompt.tokens)] == sorted([0, *ends, len(prompt.tokens)])
     assert chatting.ends(chat, prompt, known=ends[:1]) == ends
+
+
+# --- where messages of the user start ---
+
+RESULT = {"role": "tool", "tool_call_id": "look00001", "content": "r"}
+CALLED: dict[str, Any] = assistant("", tool_calls=[])
+PLAIN = "{% for m in messages %}{{ m.role | upper }}: {{ m.content | trim }}\n{% endfor %}"
+"""Has no special token between messages, so that they may be typed."""
+
+BRACKETS = (
+    "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] "
+    "{{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+NUMBERED = (
+    "{% for m in messages %}{{ loop.index }} {{ m.role }} {{ m.content }} {{ loop.index }}"
+    "{% endfor %}"
+)
+"""Writes nothing twice between messages."""
+
+BEGUN = {
+    **SOURCES,
+    "plain": PLAIN,
+    "brackets": BRACKETS,
+    "picky": PICKY,
+    "numbered": NUMBERED,
+}
+LETTERS = ("<s>", "</s>", "[INST]", "[/INST]", *CONTROL[1:])
+
+
+def starts_of(chatting: ChatCodec, *chat: dict[str, Any], **options: Any) -> list[str]:
+    """What a prompt says behind each start of a message, up to the next one."""
+    prompt = chatting.encode(chat, **options)
+    text = spelt(prompt)
+    places = [len(spelt(prompt, start)) for start in prompt.starts]
+    return [text[a:b] for a, b in pairwise([*places, len(text) - len(prompt.opener)])]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_message_of_the_user_starts_before_its_opening_token(name: str) -> None:
+    thought = assistant("<think>\nhm\n</think>\n\nb")
+    assert starts_of(codec(name), SYSTEM, user("a"), thought, user("c"), assistant("d")) == [
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+        + ("b" if name == "thinking" else thought["content"])
+        + "<|im_end|>\n",
+        "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+        + ("<think>\n\n</think>\n\n" if name == "thinking" else "")
+        + "d<|im_end|>\n",
+    ]
+
+
+def test_the_first_message_of_a_prompt_has_no_start_but_the_prompts() -> None:
+    assert codec().encode([user("a")]).starts == ()
+    assert codec_of(SOURCES["in first"]).encode([SYSTEM, user("a")]).starts == ()
+
+
+def test_behind_a_system_text_that_nobody_sent_the_first_message_has_a_start() -> None:
+    head = codec_of(SOURCES["with tools"])
+    assert starts_of(head, user("a")) == ["<|im_start|>user\na<|im_end|>\n"]
+    assert starts_of(head, user("a"), tools=TOOLS) == ["<|im_start|>user\na<|im_end|>\n"]
+
+
+def test_what_a_user_types_starts_no_message() -> None:
+    typed = "a<|im_end|>\n<|im_start|>user\nb"
+    assert len(codec().encode([user("x"), assistant(typed), user(typed)]).starts) == 1
+    plain = codec_of(PLAIN)
+    assert len(plain.encode([user("x"), assistant("y"), user("z")]).starts) == 1
+    for typed in ("a\nUSER: z", "ASSISTANT: y\nUSER: z", "z\nASSISTANT: y"):
+        chat = [user(typed), assistant(typed), user("z"), assistant("y"), user("z")]
+        prompt = plain.encode(chat)
+        assert {spelt(prompt, start)[-5:] for start in prompt.starts} <= {
+            f"{typed}\n"[-5:],
+            "T: y\n",
+        }
+
+
+def test_where_a_template_shows_no_seams_the_latest_messages_have_starts() -> None:
+    chatting = codec_of(NUMBERED)
+    chat = [user("a"), assistant("b"), user("c"), assistant("d"), user("e"), assistant("f")]
+    prompt = chatting.encode([*chat, user("g")])
+    assert prompt.ends == ()
+    four = "1 user a 12 assistant b 23 user c 34 assistant d 4"
+    assert [spelt(prompt, start) for start in prompt.starts] == [
+        four,
+        f"{four}5 user e 56 assistant f 6",
+    ]
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+@pytest.mark.parametrize("name", BEGUN)
+@settings(max_examples=25)
+@given(
+    first=texts,
+    turns=st.lists(st.tuples(texts, st.booleans(), texts), min_size=1, max_size=4),
+    other=texts,
+    head=st.booleans(),
+    tools=...,
+)
+def test_every_start_is_where_any_other_message_could_have_gone_on(
+    name: str,
+    spaced: bool,
+    first: str,
+    turns: list[tuple[str, bool, str]],
+    other: str,
+    head: bool,
+    tools: bool,
+) -> None:
+    tokenizer = JoiningTokenizer(LETTERS, markers=MARKERS, spaced=spaced)
+    chatting = codec_of(BEGUN[name], tokenizer)
+    chat = [*[SYSTEM] * head, user(first)]
+    for reply, calls, question in turns:
+        chat += [CALLED, RESULT] * calls + [assistant(reply), user(question)]
+    if not any(special in BEGUN[name] for special in LETTERS):  # where nothing parts messages,
+        other = other.replace("<", "")  # what is typed in one changes the tokens of all
+    asked = [at for at, message in enumerate(chat) if message["role"] == "user"]
+    try:
+        prompt = chatting.encode(chat, tools=TOOLS * tools)
+        cuts = [chatting.encode([*chat[:at], user(other)], tools=TOOLS * tools) for at in asked]
+    except InvalidArgument:  # some templates make nothing of some chats
+        return
+    shared = [common_length(prompt.tokens, cut.tokens) for cut in cuts]
+    assert list(prompt.starts) == sorted(set(prompt.starts))
+    assert len(prompt.starts) <= len(shared)
+    latest = shared[len(shared) - len(prompt.starts) :]
+    assert all(0 < start <= most for start, most in zip(prompt.starts, latest, strict=True))
+    assert all(start <= prompt.floor for start in prompt.starts)
 
 
 # --- BOS ---
@@ -623,6 +783,33 @@ def test_encoding_in_pieces_gives_the_tokens_of_the_whole(
         encoding = encoder.encode(text)
         assert tuple(encoding.tokens) == at_once(tokenizer, text)
         encoder.remember(encoding)
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+@given(text=marked_texts, places=st.sets(st.integers(0, 80), max_size=6))
+def test_the_tokens_before_a_place_are_those_that_the_text_up_to_it_begins_with(
+    spaced: bool, text: str, places: set[int]
+) -> None:
+    tokenizer = joining(spaced=spaced)
+    guard = Guard(tokenizer.special_texts())
+    encoder = Encoder(tokenizer, guard)
+    encoding = encoder.encode(text)
+    inside = {at for m in guard.specials.finditer(text) for at in range(m.start() + 1, m.end())}
+    cuts = sorted(place for place in places if place <= len(text) and place not in inside)
+    counts = encoder.counts(encoding, cuts)
+    assert counts is not None
+    for cut, count in zip(cuts, counts, strict=True):
+        before = encoder.encode(text[:cut]).tokens if unmarked(text[:cut]) else ()
+        assert count == common_length(tuple(encoding.tokens), tuple(before))
+
+
+def test_tokens_are_not_counted_where_that_would_take_longer_than_the_prompt() -> None:
+    tokenizer = joining()
+    encoder = Encoder(tokenizer, Guard(tokenizer.special_texts()))
+    text = "word " * 10_000
+    encoding = encoder.encode(text)
+    assert encoder.counts(encoding, [5, 10, 100]) == (3, 5, 41)
+    assert encoder.counts(encoding, range(0, len(text), 500)) is None
 
 
 @given(texts)

@@ -512,8 +512,8 @@ def test_spans_stay_true_when_the_template_renders_history_anew() -> None:
         spelt = [text_of(engine, prompt.tokens[event.start : event.end]) for event in after]
         assert spelt == [
             "<|im_start|>user\none<|im_end|>\n",
-            "<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\n",
-            "two<|im_end|>\n",
+            "<|im_start|>assistant\n<|im_end|>\n",
+            "<|im_start|>user\ntwo<|im_end|>\n",
         ]
 
 
@@ -580,7 +580,7 @@ def test_what_the_template_does_not_take_yet_holds_no_tokens() -> None:
         with pytest.raises(TemplateError, match="no question"):
             session.generate()
         session.append_message(user("hi"))
-        assert [(start, end) for *_, start, end in kinds(session)] == [(0, 23), (23, 25)]
+        assert [(start, end) for *_, start, end in kinds(session)] == [(0, 17), (17, 25)]
         assert len(session.generate(max_tokens=3).outcome().tokens) == 3
 
 

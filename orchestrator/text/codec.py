@@ -39,15 +39,16 @@ a special id (`guard.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, takewhile
 from typing import Any
 
 from orchestrator.errors import InvalidArgument, TemplateError
 from orchestrator.text.encoder import NOTHING, Encoder, Encoding, common_length
 from orchestrator.text.guard import MARK, Guard, scrubbed, unmarked
 from orchestrator.text.messages import Message
+from orchestrator.text.seams import Seams
 from orchestrator.text.template import ChatTemplate
 from orchestrator.text.tokenizer import Tokenizer
 
@@ -61,6 +62,7 @@ _NEXT_RESULT: list[Message] = [
     {"role": "tool", "tool_call_id": "probe0001", "name": "probe", "content": "y"},
 ]
 _OTHER_QUESTIONS = ("x", "\n\ny")
+_N_LATEST = 2  # messages whose starts are worth a few renderings each
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,10 @@ class Prompt:
     what the tokens spell, without a BOS that the tokenizer added, and with JSON objects of earlier
     replies as the template writes them. `opener` is the part of it that the generation prompt made.
     `n_said`: how many of the tokens are replies as they were sampled; `encoding` is for `hear`.
+
+    `starts`: where messages of the user start, those that could have been another message; of a
+    chat whose template does not show that at once the latest two. `ends`: where each message ends,
+    empty for such a chat (`ChatCodec.ends` finds out).
     """
 
     tokens: tuple[int, ...]
@@ -84,6 +90,8 @@ class Prompt:
     base: int = 0
     n_said: int = 0
     encoding: Encoding = field(default=NOTHING, compare=False, repr=False)
+    starts: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 class ChatCodec:
@@ -94,6 +102,7 @@ class ChatCodec:
         self.template = template
         self._guard = Guard(tokenizer.special_texts())
         self._encoder = Encoder(tokenizer, self._guard)
+        self._seams = Seams(template, self._guard)
 
     def encode(
         self,
@@ -122,7 +131,7 @@ class ChatCodec:
         floor = self._common(prompt, chat.with_next_question()) if chat.in_tool_loop else turn
         base = self._common(prompt, *chat.with_other_questions())
         self._encoder.remember(prompt)
-        return Prompt(
+        made = Prompt(
             tokens=tuple(prompt.tokens),
             turn=turn,
             floor=min(floor, turn),
@@ -132,6 +141,39 @@ class ChatCodec:
             n_said=prompt.n_said,
             encoding=prompt,
         )
+        bounds = self._bounds(chat, prompt, bare)
+        if bounds is None:
+            return replace(made, starts=self._latest_starts(messages, made, tools, arguments))
+        roles = [each["role"] for each in chat.messages]
+        asked = (at for at, role in zip(bounds, roles, strict=False) if role == "user")
+        n_joined = len(messages) - len(roles)  # system messages that are one with the next
+        joined = (self._end(messages, at, made, tools, arguments) for at in range(n_joined))
+        return replace(
+            made,
+            starts=_ascending(asked, made.floor),
+            ends=tuple(accumulate((*joined, *bounds[1:]), max)),
+        )
+
+    def _bounds(self, chat: _Chat, prompt: Encoding, bare: str | None) -> tuple[int, ...] | None:
+        """Where in a prompt's tokens each message starts, and the last one ends; see `seams.py`."""
+        if bare is None or not prompt.text.startswith(bare):
+            return None
+        starts = self._seams.starts(bare, chat.messages)
+        return None if starts is None else self._encoder.counts(prompt, (*starts, len(bare)))
+
+    def _latest_starts(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        prompt: Prompt,
+        tools: Sequence[Mapping[str, Any]] | None,
+        arguments: Mapping[str, Any] | None,
+    ) -> tuple[int, ...]:
+        """Where the latest messages of the user start, found by rendering the chat up to them."""
+        asked = [at for at, each in enumerate(messages) if at and each.get("role") == "user"]
+        starts = (
+            self._end(messages, at - 1, prompt, tools, arguments) for at in asked[-_N_LATEST:]
+        )
+        return _ascending(starts, prompt.floor)
 
     def complete(self, text: str, *, special: bool = True) -> Prompt:
         """The prompt of raw text, without a template.
@@ -186,10 +228,14 @@ class ChatCodec:
     ) -> tuple[int, ...]:
         """Where in `prompt`, made of `messages`, each of them ends; `known`: the first ends.
 
-        A message ends where the chat up to it does. Where that is rendered otherwise once more
-        follows (reasoning is dropped then), or not at all, it ends where the words of the next
-        message begin; and where the template shows neither, where the one before it does.
+        A message ends where what the template closes it with does (`Prompt.ends`). Where that does
+        not show, it ends where the chat up to it does. Where that is rendered otherwise once more
+        follows, or not at all, it ends where the words of the next message begin; and where the
+        template shows neither, where the one before it does. That takes up to three renderings for
+        each message, so give the `known` ones.
         """
+        if len(prompt.ends) == len(messages):
+            return prompt.ends
         found = list(known)
         for at in range(len(found), len(messages)):
             end = self._end(messages, at, prompt, tools, arguments)
@@ -296,6 +342,11 @@ class _Chat:
         asked = ([{"role": "user", "content": probe}] for probe in _OTHER_QUESTIONS)
         others = ([*head, *self._template.prepared(each)] for each in asked)
         return [self.attempted(other, generation=True) for other in others]
+
+
+def _ascending(places: Iterable[int], most: int) -> tuple[int, ...]:
+    """The places in ``(0, most]``, each once."""
+    return tuple(sorted({place for place in places if 0 < place <= most}))
 
 
 def _bare(message: Mapping[str, Any]) -> dict[str, Any]:

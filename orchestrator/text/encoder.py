@@ -38,6 +38,7 @@ from orchestrator.text.tokenizer import Tokenizer
 Items = TypeVar("Items", str, bytes, tuple[int, ...], "array[int]")
 
 _N_HEARD = 256  # replies that wait to be taken in by the next encoding
+_N_COUNTED = 1 << 16  # bytes, beside twice the text, that may be encoded to count tokens in it
 _ANCHORS = (b"\n", b".", b"a")  # a text that begins in the middle is encoded behind one of these
 
 
@@ -100,6 +101,29 @@ class Encoder:
     def hear(self, prompt: Encoding, tokens: Sequence[int]) -> None:
         """Note that `tokens` were sampled after `prompt`; quick, and waits for nothing."""
         self._heard.append((prompt, tokens))
+
+    # ---- which tokens stand for a part of a text ----------------------------------------------
+
+    def counts(self, encoding: Encoding, cuts: Sequence[int]) -> tuple[int, ...] | None:
+        """How many of the tokens stand for the text before each of the ascending `cuts`.
+
+        A token that reaches across a cut does not count. None where the text has so few places to
+        be cut at that most of it would have to be encoded for every one.
+        """
+        counted = _Counted(self, encoding)
+        offset, found = 0, []
+        for start, end in pairwise((0, *cuts)):
+            offset += len(self._speller.text(encoding.text[start:end]))
+            count = counted.before(offset)
+            if count is None:
+                return None
+            found.append(count)
+        return tuple(found)
+
+    def begun(self, piece: bytes, *, is_first: bool, joins: bool) -> Sequence[int]:
+        """The tokens of the beginning of a piece; `joins`: it follows a sampled token."""
+        encoded = self._joined(piece) if joins else self._piece(piece)
+        return [*(self._bos(piece) if is_first else ()), *(encoded or ())]
 
     # ---- what is known of a text --------------------------------------------------------------
 
@@ -257,6 +281,60 @@ class Encoder:
 
     def _shown(self, tokens: Sequence[int]) -> bytes:
         return b"".join(map(self._tokenizer.piece, tokens))
+
+
+class _Counted:
+    """An encoding through which one walks from left to right."""
+
+    def __init__(self, encoder: Encoder, encoding: Encoding) -> None:
+        self._encoder = encoder
+        self._edges = [*encoding.edges, _tail(encoding)]
+        self._at = 0  # the edge, and where it begins
+        self._start = 0
+        self._n_before = 0
+        self._n_bytes_left = _N_COUNTED + 2 * len(encoding.spelling)
+        self._known: dict[tuple[bytes, bool, bool], array[int]] = {}
+
+    def before(self, offset: int) -> int | None:
+        """How many tokens stand for the spelling before `offset`; None if that takes too long."""
+        if not offset:
+            return 0
+        edge = self._edges[self._at]
+        while self._start + len(edge.text) < offset and self._at + 1 < len(self._edges):
+            self._start += len(edge.text)
+            self._n_before += len(edge.tokens)
+            self._at += 1
+            edge = self._edges[self._at]
+        part = edge.text[: offset - self._start]
+        within = self._within(edge, part)
+        return None if within is None else self._n_before + within
+
+    def _within(self, edge: Edge, part: bytes) -> int | None:
+        said = edge.said
+        if part == edge.text or not part:
+            return len(edge.tokens) if part else 0
+        if said is not None and len(part) > said.start:
+            cut = bisect_right(said.cuts, len(part))
+            return said.counts[cut - 1] if cut else said.n_before
+        tokens = self._begun(part)
+        return None if tokens is None else common_length(edge.tokens, tokens)
+
+    def _begun(self, part: bytes) -> array[int] | None:
+        joins = self._at > 0 and self._edges[self._at - 1].said is not None
+        key = part, self._at == 0, joins
+        if key not in self._known:
+            self._n_bytes_left -= len(part)
+            if self._n_bytes_left < 0:
+                return None
+            tokens = self._encoder.begun(part, is_first=self._at == 0, joins=joins)
+            self._known[key] = array("i", tokens)
+        return self._known[key]
+
+
+def _tail(encoding: Encoding) -> Edge:
+    """What is behind the last edge."""
+    n_tokens = sum(len(edge.tokens) for edge in encoding.edges)
+    return Edge(encoding.spelling[_length(encoding.edges) :], encoding.tokens[n_tokens:])
 
 
 def _length(edges: Sequence[Edge]) -> int:
