@@ -45,7 +45,8 @@ class Memory:
 
     def strip(self, sequence: int) -> None:
         """Take the state of a sequence away and keep its rows; see `Runtime.strip`."""
-        self.runtime.strip(sequence)
+        with self._emptied_alike(sequence):
+            self.runtime.strip(sequence)
         self._check(sequence)
 
     def cut(self, sequence: int, length: int) -> None:
@@ -95,10 +96,10 @@ class Memory:
 
     @contextmanager
     def _emptied_alike(self, sequence: int) -> Iterator[None]:
-        """What a refused restore emptied is empty here too."""
+        """Count a sequence as empty that a call left so which failed."""
         try:
             yield
-        except BackendError:
+        except (BackendError, MemoryError):
             if not self.runtime.length(sequence):
                 self.ledger.clear(sequence)
             raise

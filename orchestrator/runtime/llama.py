@@ -467,7 +467,8 @@ class LlamaRuntime:
     def strip(self, sequence: int) -> None:
         """See `Runtime.strip`."""
         check_strip(sequence, self.limits, self._contents)
-        self._memory.strip(sequence)
+        with self._emptied_on_failure(sequence):
+            self._memory.strip(sequence)
         self._contents.strip(sequence)
         self._verify(sequence)
 
@@ -561,10 +562,10 @@ class LlamaRuntime:
 
     @contextmanager
     def _emptied_on_failure(self, sequence: int) -> Iterator[None]:
-        """Empty a sequence that cannot be restored, here as `_seqstate` does it there."""
+        """Empty a sequence that was not restored or stripped, here as `_seqstate` does there."""
         try:
             yield
-        except BackendError:
+        except (BackendError, MemoryError):
             self.clear(sequence)
             raise
 
