@@ -65,6 +65,7 @@ COMMON_MOST = 64
 
 _WIDTH = 4  # bytes of one packed token
 _NOTHING = Recurrence()
+_N_REWRITTEN = 512  # tokens that may be the same text in others, or in other white space
 _N_AROUND = 64  # tokens that a history may put around a reply
 _N_SURE = 40  # characters of an answer that tell it from any other
 
@@ -148,12 +149,12 @@ def explain(
     costs = _costs(start, cached, most, loss, fork)
     if fork is not None:
         costs[fork.cause] += min(fork.recurs.n_tokens, max(0, evaluated - seen))
-    cause = max(costs, key=lambda each: costs[each], default=None)
-    if cached == 0 and cause in (None, "short") and seen < COMMON_MOST:
+    recurs = fork.recurs if fork else _NOTHING
+    cause = max((each for each in costs if costs[each]), key=lambda c: costs[c], default=None)
+    is_new = cause is None or (cause in ("short", "edited") and not recurs.n_tokens)
+    if is_new and cached == 0 and seen < COMMON_MOST:
         return _miss(start, "never seen", most, _NOTHING, tokenizer)
-    if cause is None or not costs[cause]:
-        return None
-    return _miss(start, cause, costs[cause], fork.recurs if fork else _NOTHING, tokenizer)
+    return None if cause is None else _miss(start, cause, costs[cause], recurs, tokenizer)
 
 
 def _costs(
@@ -232,12 +233,12 @@ def _rewritten(
     """Return what made other tokens of the same words, None where somebody changed them."""
     position = start.seen.length
     replies = [each for each in start.earlier if each.replied_at(position)]
-    if recurs.n_tokens:
+    if max(recurs.old, recurs.new) <= _N_REWRITTEN:
         before = spelled(old[: recurs.old * _WIDTH], tokenizer)
         after = spelled(new[: recurs.new * _WIDTH], tokenizer)
         if before == after:
             return "retokenised"
-        if replies and before.strip() == after.strip():
+        if replies and "".join(before.split()) == "".join(after.split()):
             return "template"
     for each in replies:
         begin, end = each.n_prompt - position, each.end - position
