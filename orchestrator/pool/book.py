@@ -41,6 +41,7 @@ class Book:
         self.exported_tokens = 0
         self.version = 0  # moves whenever a look-up may answer differently
         self._clock = 0
+        self._established: set[Conversation] = set()  # chats that went on once
         self._spans: tuple[int, dict[Checkpoint, Span]] = (-1, {})
 
     # ---- what there is ------------------------------------------------------------------------
@@ -103,9 +104,13 @@ class Book:
         if checkpoint.is_superseded or checkpoint.is_history:
             return HISTORY
         if self.is_latest_turn(checkpoint):
-            return LATEST_TURN
+            return LATEST_TURN if self._is_chat(checkpoint.conversation) else SHARED
         shared = checkpoint.is_common and len(checkpoint.users) > 1
         return SHARED if shared else OF_ONE_TURN
+
+    def _is_chat(self, conversation: Conversation) -> bool:
+        """Whether it has a name, or went on once; else it may well have been its only request."""
+        return isinstance(conversation, str) or conversation in self._established
 
     def _replay(self, checkpoint: Checkpoint) -> int:
         return checkpoint.length if self._divisible else self.spans()[checkpoint].before
@@ -154,6 +159,7 @@ class Book:
         del own[checkpoint]
         if not own:
             del self._of[checkpoint.conversation]
+            self._established.discard(checkpoint.conversation)
         self._index.remove(checkpoint.path, checkpoint)
         self.version += 1
         self.exported_bytes -= checkpoint.n_bytes
@@ -200,19 +206,29 @@ class Book:
             passed.tick = self._clock
         checkpoint.tick = self._clock
 
-    def outdated(self, conversation: Conversation, serial: int) -> list[Checkpoint]:
-        """Return what turns of a conversation before the admission `serial` keep for it alone."""
-        return [
+    def outdated(self, conversation: Conversation, serial: int, path: bytes) -> list[Checkpoint]:
+        """Return what a conversation has gone past once its turn `serial` has come to `path`.
+
+        That is what its earlier turns on this path keep for it alone. Turns on other paths of the
+        same name (it went back and said something else, or another agent goes by it) stay.
+        """
+        earlier = [
             c
             for c in self.of(conversation)
             if c.serial < serial and not c.is_common and c.users <= {conversation}
         ]
+        turns = [c for c in earlier if c.kind == "turn"]
+        elsewhere = [c.path for c in turns if not path.startswith(c.path)]
+        return [c for c in earlier if not any(c.path.startswith(other) for other in elsewhere)]
 
     def supersede(self, turn: Checkpoint) -> None:
-        """Note that a chat goes on from `turn`: what its earlier turns kept is past."""
+        """Note that a chat goes on from `turn`: what it has gone past is history."""
         self.latest[turn.conversation] = turn
-        for checkpoint in self.outdated(turn.conversation, turn.serial):
+        past = self.outdated(turn.conversation, turn.serial, turn.path)
+        for checkpoint in past:
             checkpoint.is_superseded = True
+        if past:
+            self._established.add(turn.conversation)
         self.version += 1
 
     def _weigh_rows(self, holder: Holder, sign: int) -> None:

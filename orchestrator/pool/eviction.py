@@ -1,10 +1,12 @@
 """What leaves first when room is needed?
 
-    history  <  of one turn  <  shared prefixes  <  a chat's latest turn
+    history  <  of one turn  <  shared prefixes, what may be a chat  <  a chat's latest turn
 
 and among equals what is worth least: the tokens that would have to be read again, divided by how
-long ago they were last of use. Use is counted on a logical tick, not on a clock; of two that are
-worth the same the one used longer ago leaves.
+often the time since they were last of use doubled, so that a dear conversation outlives any flood
+of cheap ones. Use is counted on a logical tick, not on a clock; of two that are worth the same the
+one used longer ago leaves. Nobody knows of a first turn without a name whether a chat will come of
+it, so it is no dearer than what many share.
 
 Checkpoints form a tree, and a token is read again only from the nearest one above: so what stands
 close below another is worth little, and the last one on a long way all of it. History (states that
@@ -17,6 +19,7 @@ between a state and the next one reads from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +45,12 @@ class Standing:
 
     def rank(self) -> Rank:
         """Return the sort key."""
-        return self.group, self.replay / (self.age + 1), -self.age
+        return self.group, self.replay / faded(self.age), -self.age
+
+
+def faded(age: int) -> float:
+    """Return by how much a worth is to be divided, so many ticks after its last use."""
+    return 1 + math.log2(1 + age)
 
 
 def leaving_order(

@@ -235,7 +235,7 @@ class Pool:
         """Return how the state of a lane at the packed `path` is kept, None if it cannot be."""
         if not admission.keeps or self.book.serves(path):
             return None
-        leaving = self._overflow(admission) if kind == "turn" else []
+        leaving = self._overflow(admission, path) if kind == "turn" else []
         for form in self._by_cost(kind):
             plan = form(admission, path, kind, leaving)
             if plan is not None:
@@ -346,7 +346,7 @@ class Pool:
         named = isinstance(admission.conversation, str)  # else it may well be the only request
         heads = kind == "reply" and named and not admission.has_turn
         if heads:
-            pointless += [c for c in self._overflow(admission) if c not in pointless]
+            pointless += [c for c in self._overflow(admission, path) if c not in pointless]
         if not self.forms.resident:
             keep = self._keep_exported(admission, path, kind, pointless)
             if keep is None:
@@ -690,9 +690,9 @@ class Pool:
             return []
         return list(latest.values())
 
-    def _overflow(self, admission: Admission) -> list[Checkpoint]:
+    def _overflow(self, admission: Admission, path: bytes) -> list[Checkpoint]:
         """Return what of its chat leaves once this turn keeps a checkpoint of its own."""
-        outdated = self.book.outdated(admission.conversation, admission.serial)
+        outdated = self.book.outdated(admission.conversation, admission.serial, path)
         lasting = [c for c in outdated if c.kind in ("turn", "reply") and c.sequence is not None]
         lasting.extend(
             c
