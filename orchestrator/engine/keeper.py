@@ -23,9 +23,9 @@ from orchestrator.pool.book import Seed
 from orchestrator.pool.checkpoint import Checkpoint, Holder, Kind
 from orchestrator.pool.losses import LossCause, Losses
 from orchestrator.pool.placement import Costs, thinned
-from orchestrator.pool.plans import Admission, Budgets, Export, Keep, Weights
+from orchestrator.pool.plans import TOKEN_WIDTH, Admission, Budgets, Export, Keep, Weights
 from orchestrator.pool.pool import Forms, Pool
-from orchestrator.runtime.protocol import Limits, Runtime
+from orchestrator.runtime.protocol import Limits, MemoryKind, Runtime
 
 log = logging.getLogger("orchestrator.engine")
 
@@ -63,7 +63,7 @@ class Keeper:
                 spares_first=n_lanes == 1,
             ),
             budgets=budgets,
-            weights=_weights(limits, self.mover.slice),
+            weights=_weights(limits, kind, self.mover.slice),
         )
 
     def costs(self, pace: Pace) -> Costs:
@@ -137,8 +137,8 @@ class Keeper:
         given up before all that is to be moved has been.
         """
         leaving = {checkpoint: checkpoint.holder for checkpoint in checkpoints}
-        holders = _whole_holders(leaving)
-        sent = [holder for holder in holders if self._send(holder, holders)]
+        shrinking = set(leaving.values())
+        sent = [holder for holder in _whole_holders(leaving) if self._send(holder, shrinking)]
         if any(self.mover.is_moving(holder) for holder in sent):
             return False
         self._drop_stayed(leaving)
@@ -147,9 +147,9 @@ class Keeper:
     def clear_now(self, checkpoints: Iterable[Checkpoint]) -> None:
         """Let checkpoints leave their sequences at once, without waiting for slices."""
         leaving = {checkpoint: checkpoint.holder for checkpoint in checkpoints}
-        holders = _whole_holders(leaving)
-        for holder in holders:
-            if self._send(holder, holders):
+        shrinking = set(leaving.values())
+        for holder in _whole_holders(leaving):
+            if self._send(holder, shrinking):
                 self.mover.finish(holder)
         self._drop_stayed(leaving)
 
@@ -159,13 +159,16 @@ class Keeper:
         stayed = [c for c, holder in leaving.items() if c in there and c.holder is holder]
         self.evict(c for c in stayed if c.sequence is not None)
 
-    def _send(self, holder: Holder, leaving: Collection[Holder]) -> bool:
-        """Move a holder's checkpoints elsewhere, or begin to; False where they are not worth it."""
+    def _send(self, holder: Holder, shrinking: Collection[Holder]) -> bool:
+        """Move a holder's checkpoints elsewhere, or begin to; False where they are not worth it.
+
+        Not to the rows of holders that are `shrinking`.
+        """
         if holder.sequence is None:
             return False
         if self.mover.is_moving(holder):
             return True
-        if len(holder.checkpoints) == 1 and self._fold(*holder.checkpoints, leaving=leaving):
+        if len(holder.checkpoints) == 1 and self._fold(*holder.checkpoints, shrinking=shrinking):
             return True
         export = self.pool.plan_export(holder)
         if export is None:
@@ -173,9 +176,9 @@ class Keeper:
         self._begin(export, holder.sequence)
         return True
 
-    def _fold(self, checkpoint: Checkpoint, *, leaving: Collection[Holder]) -> bool:
+    def _fold(self, checkpoint: Checkpoint, *, shrinking: Collection[Holder]) -> bool:
         """Make a whole checkpoint a snapshot on rows that stay anyway, where there are some."""
-        fold, sequence = self.pool.plan_fold(checkpoint, leaving), checkpoint.sequence
+        fold, sequence = self.pool.plan_fold(checkpoint, shrinking), checkpoint.sequence
         if fold is None or sequence is None:
             return False
         self.evict(fold.evicted)
@@ -460,6 +463,10 @@ def _whole_holders(checkpoints: Collection[Checkpoint]) -> list[Holder]:
     return [h for h in holders if all(c in checkpoints for c in h.checkpoints)]
 
 
-def _weights(limits: Limits, slice_: int) -> Weights:
-    """Return what a saved state takes at most: its rows and its recurrent half, framed."""
-    return Weights(limits.state_bytes + _STATE_FRAME, limits.cell_bytes + _ROW_FRAME, slice_)
+def _weights(limits: Limits, memory: MemoryKind, slice_: int) -> Weights:
+    """Return what a saved state takes at most: its rows, where there are, and its recurrent half.
+
+    The tokens it belongs to are saved with either.
+    """
+    cell = TOKEN_WIDTH if memory == "recurrent" else limits.cell_bytes + _ROW_FRAME
+    return Weights(limits.state_bytes + _STATE_FRAME, cell, slice_)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from orchestrator.pool.checkpoint import Checkpoint, Conversation, Holder
-from orchestrator.pool.eviction import HISTORY, LATEST_TURN, OF_ONE_TURN, SHARED, Standing, worth
+from orchestrator.pool.eviction import LATEST_TURN, OF_ONE_TURN, SHARED, SUPERSEDED, Standing, worth
 from orchestrator.pool.index import PrefixIndex, Span
 
 _TOKEN_WIDTH = 4
@@ -97,15 +97,18 @@ class Book:
     def standing(self, checkpoint: Checkpoint) -> Standing:
         """Return how much a checkpoint is worth; see `eviction`."""
         return Standing(
-            self._group(checkpoint), self._replay(checkpoint), self._clock - checkpoint.tick
+            self._group(checkpoint),
+            self._replay(checkpoint),
+            self._clock - checkpoint.tick,
+            len(checkpoint.users),
         )
 
     def _group(self, checkpoint: Checkpoint) -> int:
-        if checkpoint.is_superseded or checkpoint.is_history:
-            return HISTORY
+        if checkpoint.is_superseded:
+            return SUPERSEDED
         if self.is_latest_turn(checkpoint):
             return LATEST_TURN if self._is_chat(checkpoint.conversation) else SHARED
-        shared = checkpoint.is_common and len(checkpoint.users) > 1
+        shared = checkpoint.is_wayside or (checkpoint.is_common and len(checkpoint.users) > 1)
         return SHARED if shared else OF_ONE_TURN
 
     def _is_chat(self, conversation: Conversation) -> bool:

@@ -130,9 +130,14 @@ class Checkpoint:
         return self.kind in _COMMON
 
     @property
+    def is_wayside(self) -> bool:
+        """Whether it was kept for whoever leaves the path here."""
+        return self.kind in _WAYSIDE
+
+    @property
     def is_history(self) -> bool:
         """Whether it serves only those who go back: the `history` budget counts it."""
-        return self.kind in _WAYSIDE or (self.is_superseded and self.kind in ("turn", "reply"))
+        return self.is_wayside or (self.is_superseded and self.kind in ("turn", "reply"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """What leaves first when room is needed?
 
-    history  <  of one turn  <  shared prefixes, what may be a chat  <  a chat's latest turn
+    superseded  <  of one turn  <  what may serve several or become a chat  <  a chat's latest turn
 
-and among equals what is worth least: the tokens that would have to be read again, divided by how
-often the time since they were last of use doubled, so that a dear conversation outlives any flood
-of cheap ones. Use is counted on a logical tick, not on a clock; of two that are worth the same the
-one used longer ago leaves. Nobody knows of a first turn without a name whether a chat will come of
-it, so it is no dearer than what many share.
+and among equals what is worth least: the tokens that would have to be read again, more for what
+many start from, divided by how often the time since they were last of use doubled, so that a dear
+conversation outlives any flood of cheap ones. Use is counted on a logical tick, not on a clock; of
+two that are worth the same the one used longer ago leaves. Nobody knows of a first turn without a
+name whether a chat will come of it, so it is no dearer than what many share.
 
 Checkpoints form a tree, and a token is read again only from the nearest one above: so what stands
 close below another is worth little, and the last one on a long way all of it. History (states that
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from orchestrator.pool.checkpoint import Checkpoint
 from orchestrator.pool.index import Span
 
-HISTORY, OF_ONE_TURN, SHARED, LATEST_TURN = range(4)
+SUPERSEDED, OF_ONE_TURN, SHARED, LATEST_TURN = range(4)
 
 Rank = tuple[int, float, int]
 
@@ -36,16 +36,19 @@ class Standing:
     """How a checkpoint stands among the others; the lowest leaves first.
 
     `group` is one of the four above; `replay` the tokens to evaluate again if it were gone,
-    from the nearest other checkpoint on its path; `age` in ticks since its last use.
+    from the nearest other checkpoint on its path; `age` in ticks since its last use; `n_users`
+    conversations started from it.
     """
 
     group: int
     replay: int
     age: int
+    n_users: int = 1
 
     def rank(self) -> Rank:
         """Return the sort key."""
-        return self.group, self.replay / faded(self.age), -self.age
+        often = 1 + math.log2(max(1, self.n_users))
+        return self.group, self.replay * often / faded(self.age), -self.age
 
 
 def faded(age: int) -> float:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from orchestrator.errors import InvalidArgument
 from orchestrator.pool.book import Book, Seed
 from orchestrator.pool.checkpoint import Checkpoint, Conversation, Holder, Kind, Stop
-from orchestrator.pool.eviction import HISTORY, Rank, fewest, leaving_order
+from orchestrator.pool.eviction import OF_ONE_TURN, SHARED, Rank, fewest, leaving_order
 from orchestrator.pool.ledger import Ledger
 from orchestrator.pool.placement import place
 from orchestrator.pool.plans import (
@@ -71,6 +71,17 @@ class Forms:
     spares_first: bool = True
 
 
+_CHANCE = 4
+"""Tokens that two requests may have in common by chance after the head they share."""
+
+_GROUPS: dict[Kind, int] = {
+    "message": SHARED,
+    "anchor": SHARED,
+    "shared": SHARED,
+    "system": SHARED,
+    "mark": SHARED,
+}
+
 _N_NEEDED = 4  # turn, base, branch and resend, of every prompt
 
 
@@ -93,6 +104,7 @@ class Pool:
         self.forms = forms
         self._weights = weights or Weights()
         self._ledger = ledger
+        self._n_sequences = n_sequences
         self._free = set(range(n_sequences))
         self._lanes: dict[int, Holder] = {}
         self._moving: dict[Holder, int] = {}  # bytes reserved for what is on its way out
@@ -157,7 +169,8 @@ class Pool:
             return ()
         wayside = self.n_wayside
         costs = replace(claim.costs, n_states=_N_NEEDED + len(claim.marks) + wayside)
-        points = claim.points if wayside else replace(claim.points, starts=())
+        points = replace(claim.points, branch=_branch(claim))
+        points = points if wayside else replace(points, starts=())
         stops = place(points, seeded, costs, divisible=self.forms.divisible)
         return stops if wayside else tuple(s for s in stops if s.kind != "anchor")
 
@@ -168,11 +181,14 @@ class Pool:
 
     @property
     def n_wayside(self) -> int:
-        """How many states may be kept for going back, each in host memory."""
-        apart = self.forms.snapshots or self.forms.stateful
-        if not apart or not self._weights.state:
+        """How many states may be kept for going back: in host memory, else in sequences."""
+        if not self.forms.resident:
             return 0
-        return min(self.budgets.history, self.budgets.exported_bytes // self._weights.state)
+        if self.forms.snapshots or self.forms.stateful:
+            room = self.budgets.exported_bytes // max(1, self._weights.state)
+        else:
+            room = self._n_sequences - len(self._lanes) - 2
+        return max(0, min(self.budgets.history, room))
 
     def admitted(self, admission: Admission) -> None:
         """Note that an admission was carried out; what it evicted or overran is gone already."""
@@ -268,23 +284,30 @@ class Pool:
         return None if room is None else Keep(checkpoint, dropped=(*leaving, *room))
 
     def _most(self, checkpoint: Checkpoint) -> Rank | None:
-        """Return what a new snapshot may push out of host memory: None is anything."""
-        if checkpoint.kind in ("message", "anchor"):
-            below = max((c.length for c in self.book.within(checkpoint.path)), default=0)
-            return HISTORY, float(checkpoint.length - below), 0
-        lesser = self.forms.resident and checkpoint.kind in ("resend", "reply")
-        return (HISTORY + 1, 0.0, 0) if lesser else None
+        """Return below what rank others may leave for a new checkpoint, None for anything.
+
+        Where a conversation has a turn checkpoint, a resend point saves a few tokens more. Where
+        it has none, it saves the whole prompt.
+        """
+        kind, below = checkpoint.kind, self.book.within(checkpoint.path)
+        has_turn = checkpoint.conversation in self.book.latest
+        if kind in ("turn", "partial") or (kind == "resend" and not has_turn):
+            return None
+        if not self.forms.resident and kind in ("resend", "reply"):
+            return None  # the latest thing said, and nowhere else to go
+        replay = checkpoint.length - max((c.length for c in below), default=0)
+        return _GROUPS.get(kind, OF_ONE_TURN), float(replay), 0
 
     def _keep_spare(
         self, admission: Admission, path: bytes, kind: Kind, leaving: Sequence[Checkpoint]
     ) -> Keep | None:
         """Return how a lane is copied to a sequence of its own, None if none is to be had."""
-        protected = self._dearer(admission, kind)
-        room = self._room(sequences=1, leaving=leaving, protected=protected)
-        if room is None or (room and kind in ("message", "anchor")):
-            return None
-        spare = Holder(self._pick_spare([*room, *leaving]), path)
+        spare = Holder(None, path)
         checkpoint = self._checkpoint(spare, path, kind, admission)
+        room = self._room(sequences=1, leaving=leaving, most=self._most(checkpoint))
+        if room is None:
+            return None
+        spare.sequence = self._pick_spare([*room, *leaving])
         return Keep(checkpoint, evicted=room, dropped=tuple(leaving))
 
     def _keep_exported(
@@ -419,10 +442,10 @@ class Pool:
         if source.sequence is not None:
             self._free.add(source.sequence)
 
-    def plan_fold(self, checkpoint: Checkpoint, leaving: Collection[Holder]) -> Fold | None:
+    def plan_fold(self, checkpoint: Checkpoint, shrinking: Collection[Holder]) -> Fold | None:
         """Return how a whole checkpoint becomes a snapshot on rows that stay anyway.
 
-        Those of holders that are `leaving` do not.
+        Those of holders that are `shrinking` may not.
         """
         holder = checkpoint.holder
         alone = checkpoint.is_live and len(holder.checkpoints) == 1
@@ -430,7 +453,7 @@ class Pool:
             return None
         path = checkpoint.path
         others = [*self._resident_holders(), *self._lanes.values()]
-        staying = (o for o in others if o is not holder and o not in leaving)
+        staying = (o for o in others if o is not holder and o not in shrinking)
         target = next((other for other in staying if self._keeps(other, path)), None)
         if target is None:
             return None
@@ -637,8 +660,11 @@ class Pool:
         sequences: int = 0,
         protected: Collection[Checkpoint] = (),
         leaving: Sequence[Checkpoint] = (),
+        most: Rank | None = None,
     ) -> tuple[Checkpoint, ...] | None:
         """Return the victims, besides those `leaving` anyway, that make the room asked for.
+
+        Only what ranks below `most` is one.
 
         Within the resident budget if that can be; else all that can leave does, so that the
         budget is passed by lanes alone. Cells that imports have yet to fill are taken already.
@@ -658,19 +684,23 @@ class Pool:
 
         if enough(()):
             return ()
-        candidates = self._leaving_candidates({*protected, *leaving})
+        candidates = self._leaving_candidates({*protected, *leaving}, most)
         room = fewest(candidates, enough)
         if room is None and n_most is not None and enough(candidates, None):
             return tuple(candidates)
         return room
 
-    def _leaving_candidates(self, staying: Collection[Checkpoint]) -> list[Checkpoint]:
+    def _leaving_candidates(
+        self, staying: Collection[Checkpoint], most: Rank | None
+    ) -> list[Checkpoint]:
         """Return what may leave its sequence: first what is on its way out, then the least."""
         movable = [
             c for c in self.book.resident() if not (c.holder.is_lane or c.leases or c in staying)
         ]
         anyway = [c for c in movable if c.holder in self._moving]
-        rest = (c for c in movable if c.holder not in self._moving)
+        rest = [c for c in movable if c.holder not in self._moving]
+        if most is not None:
+            rest = [c for c in rest if self.book.standing(c).rank() < most]
         return [*anyway, *leaving_order(rest, self.book.standing)]
 
     def _lengths_without(self, gone: Iterable[Checkpoint]) -> dict[int, int]:
@@ -678,17 +708,6 @@ class Pool:
         without = frozenset(c for c in gone if not c.holder.is_lane)
         holders = dict.fromkeys(c.holder for c in without)
         return {h.sequence: h.longest(without) for h in holders if h.sequence is not None}
-
-    def _dearer(self, admission: Admission, kind: Kind) -> list[Checkpoint]:
-        """Return what a new checkpoint of this kind is not worth evicting: chats' next turns.
-
-        Where the conversation has a turn checkpoint, a resend point saves a few tokens more.
-        Where it has none, it saves the whole prompt. A shared prefix can be read again for many.
-        """
-        latest = self.book.latest
-        if kind == "turn" or (kind == "resend" and admission.conversation not in latest):
-            return []
-        return list(latest.values())
 
     def _overflow(self, admission: Admission, path: bytes) -> list[Checkpoint]:
         """Return what of its chat leaves once this turn keeps a checkpoint of its own."""
@@ -738,6 +757,16 @@ class Pool:
 
 
 _Form = Callable[[Admission, bytes, Kind, Sequence[Checkpoint]], Keep | None]
+
+
+def _branch(claim: Claim) -> int:
+    """Return where a prompt is taken to leave the path seen before.
+
+    Requests that share a head often have the first token after it in common by chance ("What …"),
+    so it is where a message or the system block ends just before, else a few tokens earlier.
+    """
+    known = [p for p in (claim.base, *claim.starts) if claim.branch - _CHANCE <= p <= claim.branch]
+    return max(known, default=max(0, claim.branch - _CHANCE))
 
 
 def _emptied(gone: Sequence[Checkpoint]) -> list[Holder]:
