@@ -232,6 +232,18 @@ def test_a_checkpoint_gone_before_what_was_reused_is_no_reason() -> None:
     assert explain(start, 900, 1000, Loss(800, "evicted"), BYTES) is None
 
 
+@pytest.mark.parametrize("memory", ["hybrid", "recurrent", "attention"])
+def test_a_chat_that_had_to_make_room_says_so_when_it_comes_back(memory: MemoryKind) -> None:
+    front = simulated(memory, n_sequences=2, n_context=512, n_cells=512)
+    for name in "abcdef":
+        ask(front, words(name, 300), conversation=name)
+    outcome = ask(front, words("a", 300), HELLO, conversation="a")
+    miss = miss_of(outcome)
+    assert (miss.cause, miss.position) == ("evicted", 300)
+    assert outcome.usage.cached_tokens + miss.tokens <= outcome.usage.seen_tokens
+    assert miss.tokens >= 250
+
+
 def test_of_two_reasons_the_dearer_is_told() -> None:
     prompt = words("prompt", 600)
     changed = prompt[:500] + b"!" + prompt[501:]
