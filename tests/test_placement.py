@@ -9,8 +9,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulation import Simulation
 
-from orchestrator.errors import InvalidArgument
+from orchestrator.engine.core import Options
+from orchestrator.engine.request import GREEDY, Event, Finished, Request
+from orchestrator.errors import InvalidArgument, OrchestratorError
 from orchestrator.pool.checkpoint import Kind, Stop
 from orchestrator.pool.placement import (
     BRANCH_MOST,
@@ -23,6 +26,8 @@ from orchestrator.pool.placement import (
     serving,
     thinned,
 )
+from orchestrator.runtime.protocol import MemoryKind
+from orchestrator.runtime.simulated import Cost
 
 LAPTOP = Costs(6 << 20, 0.001, 0.005, 0.03, n_states=32)
 """A small hybrid on two cores: a pass costs six tokens, a state a fifth of one."""
@@ -394,3 +399,48 @@ def test_states_in_a_reply_take_little_of_its_time() -> None:
 def test_without_room_no_state_is_taken_in_a_reply() -> None:
     assert not any(reply_point(said, replace(LAPTOP, n_states=0)) for said in range(100))
     assert not reply_point(0, LAPTOP)
+
+
+# ---- heads that many share ----------------------------------------------------------------------
+
+TAIL = 5
+
+
+def head_of(length: int, n_requests: int) -> list[Request]:
+    """Return requests that begin with the same so many tokens and then part at once."""
+    head = tuple(32 + number * 7 % 90 for number in range(length))
+    tails = (tuple(33 + number + at * 11 % 40 for at in range(TAIL)) for number in range(99))
+    return [
+        Request(head + tail, sampling=GREEDY, max_tokens=1)
+        for tail, _ in zip(tails, range(n_requests), strict=False)
+    ]
+
+
+@pytest.mark.parametrize("memory", ["hybrid", "recurrent"])
+@pytest.mark.parametrize("length", [1, 5, 12, 16, 17, 30, 63, 64, 369])
+def test_of_those_who_come_with_one_head_the_third_reads_little_more_than_its_own(
+    memory: MemoryKind, length: int
+) -> None:
+    simulated = Simulation(memory, cost=Cost(call=0.01, token=0.001))
+    read = [simulated.ask(asked).usage.prefilled_tokens for asked in head_of(length, 12)]
+    assert max(read[2:]) <= TAIL + BRANCH_MOST
+
+
+@pytest.mark.parametrize("n_lanes", [1, 4])
+@pytest.mark.parametrize("length", [1, 5, 12, 16, 17, 30, 63, 64, 369])
+def test_a_crowd_with_one_head_reads_it_once_unless_it_is_hardly_one(
+    n_lanes: int, length: int
+) -> None:
+    options = Options(n_lanes=n_lanes)
+    simulated = Simulation(options=options, cost=Cost(call=0.01, token=0.001))
+    heard: list[list[Event | OrchestratorError]] = []
+    for asked in head_of(length, 12):
+        heard.append([])
+        simulated.core.submit(asked, heard[-1].append)
+    simulated.run()
+    ends = [events[-1] for events in heard]
+    read = [end.outcome.usage.prefilled_tokens for end in ends if isinstance(end, Finished)]
+    assert len(read) == len(ends)
+    assert max(read[2:]) <= TAIL + BRANCH_MOST
+    if length > BRANCH_MOST:
+        assert sum(read) == length + 12 * TAIL

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.errors import InvalidArgument
-from orchestrator.pool.checkpoint import Checkpoint, Kind, Stop
+from orchestrator.pool.checkpoint import Checkpoint, Kind
 from orchestrator.pool.index import pack
 from orchestrator.pool.ledger import Ledger
-from orchestrator.pool.placement import RESEND_GAP
-from orchestrator.pool.placement import place_simply as place
 from orchestrator.pool.plans import Admission, Budgets, Claim
 from orchestrator.pool.pool import Forms, Pool
 
@@ -129,32 +127,6 @@ def test_where_rows_can_be_cut_any_common_prefix_serves() -> None:
     assert seed_of(hands.admit("help")) == ("reply", 3)
     assert seed_of(hands.admit("hello[thinking]R")) == ("reply", 15)
     assert seed_of(hands.admit("jello")) is None
-
-
-# ---- placement ----------------------------------------------------------------------------------
-
-
-def test_a_prefill_stops_where_the_input_ends_and_one_short_of_the_end() -> None:
-    far = 100 + RESEND_GAP + 2
-    assert place(far, 100, 0, divisible=False) == (Stop(100, "turn"), Stop(far - 1, "resend"))
-
-
-def test_no_resend_point_is_kept_where_the_turn_point_is_nearly_as_good() -> None:
-    near = 100 + RESEND_GAP + 1
-    assert place(near, 100, 0, divisible=False) == (Stop(100, "turn"),)
-
-
-def test_a_point_that_the_seed_already_serves_is_not_kept_again() -> None:
-    assert place(103, 100, 100, divisible=False) == ()
-    assert place(103, 100, 102, divisible=False) == ()
-
-
-def test_rows_that_can_be_cut_need_no_stops() -> None:
-    assert place(500, 100, 0, divisible=True) == ()
-
-
-def test_a_prompt_of_one_token_has_no_stops() -> None:
-    assert place(1, 0, 0, divisible=False) == ()
 
 
 # ---- superseding and history --------------------------------------------------------------------

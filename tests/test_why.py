@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +17,18 @@ from test_seen import lcp
 
 from orchestrator.engine.core import Options
 from orchestrator.engine.divergence import RUN_LEAST, Recurrence, recurring, shown, sides, spelled
+from orchestrator.engine.engine import Engine
 from orchestrator.engine.records import N_RECORDS, Record
-from orchestrator.engine.request import Outcome
+from orchestrator.engine.request import GREEDY, Outcome
 from orchestrator.engine.why import Earlier, Miss, Start, explain
 from orchestrator.errors import InvalidArgument
 from orchestrator.pool.index import common_length, pack
 from orchestrator.pool.losses import Loss, LossCause
 from orchestrator.pool.seen import Sighting
-from orchestrator.runtime.protocol import MemoryKind
+from orchestrator.runtime.protocol import Limits, MemoryKind
+from orchestrator.runtime.simulated import SimulatedRuntime
 from orchestrator.text.bytes import ByteTokenizer
+from orchestrator.text.template import ChatTemplate
 
 BYTES = ByteTokenizer.for_chat()
 
@@ -84,6 +89,14 @@ def test_a_chat_that_goes_on_verbatim_misses_nothing() -> None:
         chat += [*outcome.tokens, *words(f"turn {at}", 30)]
 
 
+def test_a_chat_that_begins_again_under_its_old_name_was_never_seen() -> None:
+    front = simulated()
+    ask(front, b"<system>" + words("a", 300), conversation="a")
+    for lead in (b"<system>", b""):
+        miss = miss_of(ask(front, lead + words(f"b{lead!r}", 300), conversation="a"))
+        assert (miss.cause, miss.tokens) == ("never seen", len(lead))
+
+
 def test_another_chat_under_the_same_system_prompt_is_no_edit() -> None:
     front = simulated()
     ask(front, SYSTEM, words("one", 60), base=200)
@@ -117,7 +130,7 @@ def test_a_message_blanked_in_mid_history_is_named() -> None:
     miss = miss_of(outcome)
     assert (miss.cause, miss.message, miss.position) == ("edited", 3, 367)
     assert not miss.in_system
-    assert miss.after == "(output removed)<tool>"
+    assert miss.after == "(output removed)"
     assert miss.tokens == outcome.usage.seen_tokens + 3 * 80
 
 
@@ -155,6 +168,12 @@ def test_a_reply_whose_white_space_is_trimmed_is_the_templates_doing() -> None:
     seen = b"hello<assistant>Yes.", b" \n<end><user>and what would you like to say"
     sent = b"<end><user>and what would you like to say next"
     assert fork(seen, sent, Earlier(5, 16, 22)).cause == "template"
+
+
+def test_a_call_that_is_spaced_otherwise_is_the_templates_doing() -> None:
+    seen = b"hello<assistant>call", b'({"a": 1, "b": 2})<end><tool>and what it gave'
+    sent = b'({"a":1,"b":2})<end><tool>and what it gave'
+    assert fork(seen, sent, Earlier(5, 16, 38)).cause == "template"
 
 
 def test_a_reply_that_was_rewritten_is_an_edit() -> None:
@@ -211,6 +230,18 @@ def test_a_checkpoint_that_is_gone_is_the_reason_for_what_it_held(cause: LossCau
 def test_a_checkpoint_gone_before_what_was_reused_is_no_reason() -> None:
     start = Start(pack(range(1000)), Sighting(900))
     assert explain(start, 900, 1000, Loss(800, "evicted"), BYTES) is None
+
+
+@pytest.mark.parametrize("memory", ["hybrid", "recurrent", "attention"])
+def test_a_chat_that_had_to_make_room_says_so_when_it_comes_back(memory: MemoryKind) -> None:
+    front = simulated(memory, n_sequences=2, n_context=512, n_cells=512)
+    for name in "abcdef":
+        ask(front, words(name, 300), conversation=name)
+    outcome = ask(front, words("a", 300), HELLO, conversation="a")
+    miss = miss_of(outcome)
+    assert (miss.cause, miss.position) == ("evicted", 300)
+    assert outcome.usage.cached_tokens + miss.tokens <= outcome.usage.seen_tokens
+    assert miss.tokens >= 250
 
 
 def test_of_two_reasons_the_dearer_is_told() -> None:
@@ -379,6 +410,7 @@ def test_what_follows_each_of_several_changes_recurs() -> None:
         ("now 10:01 in Berlin.", "now 10:02 in Berlin.", ("10:01", "10:02")),
         ("be brief and kind.", "be brief, and kind.", ("brief", "brief,")),
         ("be brief and very kind", "be brief very kind", ("and", "")),
+        ("three hills?", "three hills? in Asia", ("hills?", "hills? in Asia")),
         ("naïve é", "naïve è", ("é", "è")),
         ("done. ", "done.\n", ("done. ", "done.\\n")),
         ("a\x1b[31mb c", "a\x1b[32mb c", ("a\\x1b[31mb c", "a\\x1b[32mb c")),
@@ -404,3 +436,80 @@ def test_what_is_shown_is_one_line_that_a_terminal_prints_as_it_is(text: str) ->
     line = shown(text)
     assert line.isprintable()
     assert len(line) <= 40
+
+
+# ---- chats as clients send them -----------------------------------------------------------------
+
+
+Message = dict[str, object]
+TEMPLATES = Path(__file__).resolve().parent / "templates"
+
+
+@contextmanager
+def engine_with(template: str) -> Iterator[Engine]:
+    """Open an engine over the simulated runtime with a template of the tests."""
+    file = TEMPLATES / f"{template}.jinja"
+    with Engine.over(
+        lambda: SimulatedRuntime(Limits(8, 8192, 8192, 256, 1000, 10)),
+        template=ChatTemplate.from_file(file, bos_text="<s>", eos_text="</s>"),
+        sampling=GREEDY,
+    ) as engine:
+        yield engine
+
+
+def said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def story(name: str) -> str:
+    return " ".join(f"{name} {at} goes on." for at in range(8))
+
+
+def test_a_clock_in_a_system_message_is_found_in_every_request() -> None:
+    with engine_with("chatml") as engine:
+        for minute in range(10, 14):
+            system = said("system", f"{story('rule')} It is 10:{minute}. {story('tool')}")
+            engine.chat([system, said("user", story("question"))], max_tokens=4).outcome()
+        misses = [record.miss for record in engine.requests()]
+    assert [miss and (miss.cause, miss.message, miss.in_system) for miss in misses] == [
+        ("never seen", 0, True),
+        *[("edited", 0, True)] * 3,
+    ]
+    assert [miss and (miss.before, miss.after) for miss in misses[1:]] == [
+        ("10:10.", "10:11."),
+        ("10:11.", "10:12."),
+        ("10:12.", "10:13."),
+    ]
+
+
+def test_reasoning_that_a_template_drops_is_found_at_the_reply() -> None:
+    with engine_with("thinking") as engine:
+        chat = [said("system", story("rule")), said("user", story("question"))]
+        reply = engine.chat(chat, max_tokens=40).outcome()
+        chat += [said("assistant", reply.text), said("user", story("more"))]
+        outcome = engine.chat(chat, max_tokens=4).outcome()
+    miss = miss_of(outcome)
+    assert (miss.cause, miss.message) == ("template", 2)
+    assert miss.before.startswith("<think>")
+    assert outcome.usage.seeded_from == "turn"
+
+
+def test_a_tool_output_that_a_client_blanks_is_found_by_its_index() -> None:
+    with engine_with("chatml") as engine:
+        chat = [said("system", story("rule"))]
+        for at in range(6):
+            chat += [said("user", story(f"call {at}")), said("assistant", story(f"result {at}"))]
+        chat.append(said("user", "and now?"))
+        engine.chat(chat, max_tokens=4).outcome()
+        chat[6] = said("assistant", "(removed)")
+        miss = miss_of(engine.chat(chat, max_tokens=4).outcome())
+    assert (miss.cause, miss.message) == ("edited", 6)
+    assert miss.before.startswith("result 2")
+    assert miss.after == "(removed)"
+
+
+def test_a_session_tells_where_its_messages_end_too() -> None:
+    with engine_with("chatml") as engine:
+        session = engine.create_session(system=story("rule"), messages=[said("user", "one")])
+        first = session.generate(max_tokens=4).outcome()
+        assert first.miss == Miss("never seen", 0, 0, in_system=True)

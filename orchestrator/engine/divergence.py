@@ -135,9 +135,10 @@ def sides(
     elif (word or (before and after)) and not any(t[-1:].isspace() for t in (before, after)):
         rest = _rest_of_word(old[recurs.old * _WIDTH :], tokenizer)
         before, after = before + rest, after + rest
+    before, after = word + before, word + after
     if before.strip() != after.strip():  # else the white space is what differs
         before, after = before.strip(" "), after.strip(" ")
-    return shown(word + before), shown(word + after)
+    return shown(before), shown(after)
 
 
 def _ends(old: bytes, new: bytes, tokenizer: Tokenizer, recurs: Recurrence) -> tuple[int, int]:

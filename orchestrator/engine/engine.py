@@ -31,7 +31,9 @@ from orchestrator.engine.request import (
     Sampling,
     TemplateArguments,
     check_extras,
+    check_marks,
     check_name,
+    inside,
     token_ids,
 )
 from orchestrator.engine.script import SessionSettings
@@ -180,6 +182,7 @@ class Engine:
         tools: Messages | None = None,
         template_arguments: TemplateArguments | None = None,
         conversation: str | None = None,
+        marks: Sequence[int] = (),
         use_cache: bool = True,
         one_off: bool = False,
         priority: Priority = "default",
@@ -190,14 +193,24 @@ class Engine:
 
         `conversation` names the chat this is a turn of, where the prefix alone would not tell;
         `one_off` is for a side request (a title, a tag) that nothing will follow: it keeps
-        nothing. `priority`, `client` and `deadline` as in `Request`.
+        nothing. `marks`: after so many messages a state is kept whatever it costs, because other
+        chats will go on from exactly there; (1,) marks the end of the first. `priority`, `client`
+        and `deadline` as in `Request`.
         Raises `RequestError` for what is wrong with the request; nothing was queued then.
         """
         prompt = self.encode(messages, tools=tools, template_arguments=template_arguments)
+        ends = prompt.ends
+        if check_marks(marks, len(messages)) and not ends:
+            ends = self.message_ends(
+                messages, prompt, tools=tools, template_arguments=template_arguments
+            )
         request = Request(
             tokens=prompt.tokens,
             turn=prompt.turn,
             base=prompt.base,
+            ends=ends,
+            starts=prompt.starts,
+            marks=inside((ends[mark - 1] for mark in marks), len(prompt.tokens)),
             sampling=self._sampling if sampling is None else sampling,
             max_tokens=max_tokens,
             stop=stop,
@@ -218,19 +231,25 @@ class Engine:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         conversation: str | None = None,
+        marks: Sequence[int] = (),
         use_cache: bool = True,
         one_off: bool = False,
         priority: Priority = "default",
         client: str | None = None,
         deadline: float | None = None,
     ) -> Stream:
-        """Return the stream of a continuation of raw text, without a template; see `chat`."""
+        """Return the stream of a continuation of raw text, without a template; see `chat`.
+
+        `marks`: a state is kept after so many characters of the text.
+        """
         if not isinstance(prompt, str):
             raise InvalidArgument(f"the prompt is {type(prompt).__name__}; give a text")
         with self._open_vocabulary():
             encoded = self._codec.complete(prompt)
+            places = [self._codec.before(encoded, n) for n in check_marks(marks, len(prompt))]
         request = Request(
             tokens=encoded.tokens,
+            marks=inside(places, len(encoded.tokens)),
             sampling=self._sampling if sampling is None else sampling,
             max_tokens=max_tokens,
             stop=stop,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -88,10 +88,8 @@ class Request:
             object.__setattr__(self, "deadline", _seconds("deadline", self.deadline))
         object.__setattr__(self, "ends", _ends(self.ends, len(self.tokens)))
         object.__setattr__(self, "starts", _places("starts", self.starts, len(self.tokens)))
-        marks = _places("marks", self.marks, len(self.tokens))
-        if len(marks) > MARKS_MOST:
-            raise InvalidArgument(f"{len(marks)} marks are more than {MARKS_MOST}; give fewer")
-        object.__setattr__(self, "marks", marks)
+        check_marks(self.marks, len(self.tokens))
+        object.__setattr__(self, "marks", _places("marks", self.marks, len(self.tokens)))
 
 
 def check_flag(name: str, value: object) -> None:
@@ -166,6 +164,20 @@ def _places(name: str, places: Sequence[int], n_prompt: int) -> tuple[int, ...]:
         raise InvalidArgument(f"{name} are {places!r}; give positions in the prompt, or none")
     wholes = {_whole(f"a place of {name}", place, 1, n_prompt - 1) for place in places}
     return tuple(sorted(wholes))
+
+
+def check_marks(marks: Sequence[int], n_parts: int) -> tuple[int, ...]:
+    """Return marks that say after how many of a prompt's parts, or what is wrong with them."""
+    if isinstance(marks, str | bytes) or not isinstance(marks, Sequence):
+        raise InvalidArgument(f"marks are {marks!r}; give a list of whole numbers, or none")
+    if len(marks) > MARKS_MOST:
+        raise InvalidArgument(f"{len(marks)} marks are more than {MARKS_MOST}; give fewer")
+    return tuple(_whole("a mark", mark, 1, n_parts) for mark in marks)
+
+
+def inside(places: Iterable[int], n_prompt: int) -> tuple[int, ...]:
+    """Return the places that have a token of the prompt on either side."""
+    return tuple(place for place in places if 0 < place < n_prompt)
 
 
 def _seconds(name: str, value: float) -> float:

@@ -118,7 +118,8 @@ class TokenScript:
         return self
 
     def prompt(self) -> Prompt:
-        return Prompt(self.tokens, turn=0, floor=0, text="", opener="")
+        given = (event.start for event in self.events if event.kind == "tokens" and event.start)
+        return Prompt(self.tokens, turn=0, floor=0, text="", opener="", starts=tuple(given))
 
     def spans(self, engine: Engine, settings: SessionSettings) -> tuple[TokenScript, Spans]:
         return self, Spans(self.tokens, self.events)

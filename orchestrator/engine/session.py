@@ -22,7 +22,14 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
-from orchestrator.engine.request import Finished, Priority, Request, Sampling
+from orchestrator.engine.request import (
+    Finished,
+    Priority,
+    Request,
+    Sampling,
+    check_marks,
+    inside,
+)
 from orchestrator.engine.script import (
     Message,
     MessageScript,
@@ -178,14 +185,18 @@ class Session:
         sampling: Sampling | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        marks: Sequence[int] = (),
         priority: Priority | None = None,
         deadline: float | None = None,
     ) -> Stream:
         """Return the stream of what comes next; once it has ended, that is part of the session.
 
-        None takes what the session was created with. A reply that was cancelled, or reached its
-        deadline, is kept as far as it was generated, and not at all if that is no token. After an
-        error the session is as before. Raises `RequestError`; nothing was queued then.
+        None takes what the session was created with. `marks`: after so many events, as `fork`
+        counts them, a state is kept whatever it costs, for branches that will begin there.
+
+        A reply that was cancelled, or reached its deadline, is kept as far as it was generated,
+        and not at all if that is no token. After an error the session is as before. Raises
+        `RequestError`; nothing was queued then.
         """
         with self._lock:
             script = self._idle()
@@ -193,11 +204,16 @@ class Session:
                 raise InvalidArgument(f'"{self.name}" is empty; append something first')
             script = script.encoded(self._engine, self._settings)
             prompt, settings = script.prompt(), self._settings
+            marked = check_marks(marks, len(script))
+            events = script.spans(self._engine, settings)[1].events if marked else ()
             chosen = settings.sampling if sampling is None else sampling
             request = Request(
                 tokens=prompt.tokens,
                 turn=prompt.turn,
                 base=prompt.base,
+                ends=prompt.ends,
+                starts=prompt.starts,
+                marks=inside((events[mark - 1].end for mark in marked), len(prompt.tokens)),
                 sampling=self._engine.default_sampling if chosen is None else chosen,
                 max_tokens=max_tokens,
                 stop=stop,

@@ -13,9 +13,9 @@ from orchestrator.engine.keeper import Keeper
 from orchestrator.engine.lane import Lane
 from orchestrator.engine.ticket import Ticket
 from orchestrator.pool.index import common_length
-from orchestrator.pool.placement import BLOCK_LEAST
+from orchestrator.pool.placement import BRANCH_MOST
 
-_LEAST_BYTES = 4 * BLOCK_LEAST  # of packed tokens
+_LEAST_BYTES = 4 * BRANCH_MOST  # of packed tokens
 
 
 class Sharing:
@@ -42,13 +42,13 @@ class Sharing:
         if ticket.path[:_LEAST_BYTES] != lane.ticket.path[:_LEAST_BYTES]:
             return False  # as most do: no need to know how much less than the least it is
         length = self._common(ticket, lane)
-        if length - had < BLOCK_LEAST or not lane.admission.keeps:
+        if length - had <= BRANCH_MOST or not lane.admission.keeps:
             return False
         if lane.is_ready and lane.fed >= length and self._keeper.divisible:
             self._keeper.keep(lane, "shared", length)  # rows can be cut: no need to wait
             return False
         stop = lane.plant(length)
-        return stop is not None and stop.length - had >= BLOCK_LEAST
+        return stop is not None and stop.length - had > BRANCH_MOST
 
     def _common(self, ticket: Ticket, lane: Lane) -> int:
         """Return how many tokens two prompts share, of those that a checkpoint could serve."""

@@ -49,14 +49,12 @@ read once either way). Two places this close together are one, where either may 
 BRANCH_MOST = 16
 """Tokens that a branch point need not save more than, however dear a pass is.
 
-The place was seen twice and will be seen again, so it pays for its pass over many requests.
+The place was seen twice and will be seen again, so it pays for its pass over many requests. It is
+also how long a prefix may be that requests side by side read each for itself.
 """
 
 REPLY_LEAST = 16
 """Tokens of a reply between two states at least: reading so many again is hardly felt."""
-
-BLOCK_LEAST = 64
-"""Tokens of a prefix worth waiting for."""
 
 _EXTRA = 0.03  # part of a cold prefill that all its stops may cost
 _EXTRA_LEAST = 0.01  # what anchors and message starts may cost where the needed stops took that
@@ -144,26 +142,6 @@ def place(points: Points, seeded: int, costs: Costs, *, divisible: bool) -> tupl
         return ()
     draft = _Draft(points, seeded, costs, _needed(points, seeded, costs))
     return draft.stops()
-
-
-def place_simply(
-    n_prompt: int, turn: int, seeded: int, *, base: int = 0, divisible: bool
-) -> tuple[Stop, ...]:
-    """Return the stops of a prefill by fixed distances, until the pool knows costs."""
-    if divisible:
-        return ()
-    stops = []
-    reached = seeded
-    if base - seeded >= BLOCK_LEAST and turn - base > RESEND_GAP:
-        stops.append(Stop(base, "system"))
-        reached = base
-    if reached < turn < n_prompt:
-        stops.append(Stop(turn, "turn"))
-        reached = turn
-    resend = n_prompt - 1
-    if resend - reached > RESEND_GAP:
-        stops.append(Stop(resend, "resend"))
-    return tuple(stops)
 
 
 def serving(stops: Sequence[Stop], length: int) -> Stop | None:

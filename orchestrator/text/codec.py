@@ -193,6 +193,10 @@ class ChatCodec:
             encoding=prompt,
         )
 
+    def before(self, prompt: Prompt, n_characters: int) -> int:
+        """How many tokens of a raw prompt stand for its first characters, and reach no further."""
+        return self._shared(prompt, prompt.encoding.text[:n_characters])
+
     def raw(self, text: str, *, special: bool = True, continues: bool = False) -> tuple[int, ...]:
         """The tokens of raw text by itself; without a BOS where it `continues` others."""
         tokens = tuple(self._raw(text, special=special, known=NOTHING).tokens)
