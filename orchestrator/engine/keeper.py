@@ -72,7 +72,7 @@ class Keeper:
 
     def reply_step(self, request: Request, pace: Pace) -> int:
         """Return after how many tokens of a reply a state is to be kept, 0 for never."""
-        if not request.use_cache or request.one_off or not self.pool.n_wayside:
+        if not request.use_cache or request.one_off or not self.pool.keeps_in_replies:
             return 0
         return self.costs(pace).reply_step
 

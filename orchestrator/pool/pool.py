@@ -180,6 +180,11 @@ class Pool:
         return self._weights.state
 
     @property
+    def keeps_in_replies(self) -> bool:
+        """Whether a state inside a reply can be kept without a sequence."""
+        return (self.forms.snapshots or self.forms.stateful) and self.n_wayside > 0
+
+    @property
     def n_wayside(self) -> int:
         """How many states may be kept for going back: in host memory, else in sequences."""
         if not self.forms.resident:
@@ -264,7 +269,7 @@ class Pool:
         if not self.forms.resident:
             return [saved]
         if kind == "reply":  # inside it: never worth a sequence
-            return [saved if self.forms.stateful else apart]
+            return [apart] if self.forms.snapshots else [saved] if self.forms.stateful else []
         if self.forms.stateful and kind in ("message", "anchor", "mark"):
             return [saved]
         if not self.forms.snapshots:
