@@ -6,7 +6,7 @@ can be kept only where it was passed. A state costs its bytes and those rows tha
 state's path has already; the rows of the request that runs count as well.
 
     lru       keeps where input and reply end, and gives up what was used longest ago; `messages`:
-              keeps also where messages begin and one token before the prompt ends, so that what
+              keeps also where inputs begin and one token before the prompt ends, so that what
               is left between it and the oracle is what was given up wrongly
     oracle    knows the trace: keeps where later prompts part from this one, and gives up what
               saves least per byte and step until its next use, or is used last; the best of
@@ -56,7 +56,7 @@ class Map:
 
 def _path(trie: Trie, step: Step) -> Path:
     nodes, asked = tuple(trie.grow(step.fed)), step.request
-    return Path(nodes, len(asked.tokens), asked.turn, step.starts, not asked.one_off)
+    return Path(nodes, len(asked.tokens), asked.turn, asked.starts, not asked.one_off)
 
 
 class Store:

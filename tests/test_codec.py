@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from orchestrator.errors import InvalidArgument, TemplateError
 from orchestrator.text.bytes import N_BYTES, ByteTokenizer
 from orchestrator.text.codec import ChatCodec, Prompt
-from orchestrator.text.encoder import Encoder, common_length
+from orchestrator.text.encoder import NOTHING, Encoder, common_length
 from orchestrator.text.guard import MARK, Guard, is_reply_marker, unmarked
 from orchestrator.text.reasoning import leaves_open
 from orchestrator.text.template import ChatTemplate
@@ -773,16 +773,19 @@ def plain(tokenizer: JoiningTokenizer, guard: Guard, part: str) -> list[int]:
 @example(["x"], "b<|a|>aaaaaaa", OVERLAPPING[2], False)
 @example(["x"], "b <s>", (), False)
 @example(["aaaaaaa", "b"], "x<|a|>b<|a|>", (), False)
+@example(["<|a|>", "b"], "x", (), False)
 def test_encoding_in_pieces_gives_the_tokens_of_the_whole(
     ends: list[str], head: str, overlapping: tuple[str, ...], spaced: bool
 ) -> None:
     tokenizer = joining(overlapping, spaced=spaced)
     encoder = Encoder(tokenizer, Guard(tokenizer.special_texts()))
+    known = NOTHING
     for end in ends:
         text = head + end
-        encoding = encoder.encode(text)
-        assert tuple(encoding.tokens) == at_once(tokenizer, text)
+        for encoding in (encoder.encode(text, known), encoder.encode(text)):
+            assert tuple(encoding.tokens) == at_once(tokenizer, text)
         encoder.remember(encoding)
+        known = encoding
 
 
 @pytest.mark.parametrize("spaced", [False, True])

@@ -221,15 +221,32 @@ def delegate(memory: MemoryKind, named: str, *, at_once: bool) -> None:
 
 # ---- heads that nobody marks --------------------------------------------------------------------
 
-LENGTHS = (20, 40, 63, 64, 65, 100, 369, 1000, 3000)
+LENGTHS = (40, 63, 64, 65, 100, 369, 1000, 3000)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@every_kind("a state where a second request was seen to leave a path")
+@every_kind()
 def test_of_requests_that_share_a_head_the_third_and_all_after_it_read_their_tails(
     memory: MemoryKind, length: int
 ) -> None:
-    front = simulated(memory, n_sequences=12, n_cells=16_384)
+    come_one_by_one(memory, length, Budgets(exported_bytes=ROOM))
+
+
+@every_kind("the state of a short head kept when the second request leaves it")
+def test_of_requests_that_share_a_short_head_the_third_and_all_after_it_read_their_tails(
+    memory: MemoryKind,
+) -> None:
+    come_one_by_one(memory, 20, Budgets(exported_bytes=ROOM))
+
+
+@every_kind("a head that every request starts from outlives turns that nobody came back to")
+def test_a_shared_head_stays_also_where_there_is_no_host_memory(memory: MemoryKind) -> None:
+    come_one_by_one(memory, 369, Budgets())
+
+
+def come_one_by_one(memory: MemoryKind, length: int, budgets: Budgets) -> None:
+    """Have 64 requests share a head that nobody marked; each has a tail of its own."""
+    front = simulated(memory, Options(budgets=budgets), n_sequences=12, n_cells=16_384)
     rng, head = random.Random(length), words("head", length)
     for number in range(64):
         tail = rng.choices(range(32, 127), k=rng.randrange(5, 60))

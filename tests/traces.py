@@ -16,7 +16,7 @@ counted apart, so that 1.00 can be reached and is the physical limit.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any
@@ -39,7 +39,7 @@ N_CONTEXT = 4096
 N_SEQUENCES = 32
 MEAN_REPLY = 60  # tokens after which the model ends on average
 STATE_BYTES, CELL_BYTES = 4_000_000, 40_000  # a state weighs as much as a hundred tokens
-PACE = Cost(call=0.004, token=0.0005)
+PACE = Cost(call=0.001, token=0.0005)  # a pass is worth two tokens, as on the demo model
 MEAN_GAP = 0.15  # seconds between two requests: about what they take, so that some overlap
 
 START, END, NEWLINE, THINK = 1, 2, 10, 3  # control bytes, which every vocabulary has
@@ -66,13 +66,9 @@ def lacking(what: str) -> pytest.MarkDecorator:
 
 # ---- requests -----------------------------------------------------------------------------------
 
-_TAKES_STARTS = any(each.name == "starts" for each in fields(Request))
 
-
-def asking(tokens: Sequence[int], *, starts: Iterable[int] = (), **more: Any) -> Request:
-    """Return a greedy request; `starts` are where messages begin, told where that can be told."""
-    if _TAKES_STARTS:
-        more["starts"] = tuple(starts)
+def asking(tokens: Sequence[int], **more: Any) -> Request:
+    """Return a greedy request."""
     return Request(tuple(tokens), **{"sampling": GREEDY, **more})
 
 
@@ -110,11 +106,12 @@ class Session:
         return (*_mark("a"), *((THINK, NEWLINE) if self.thinks else ()))
 
     def rendered(self) -> tuple[list[int], list[int]]:
-        """Return what was said so far, up to the end of the input, and where messages begin."""
+        """Return what was said so far, and where messages begin that are not replies."""
         tokens, starts = list(self.head), []
         last_user = max((n for n, m in enumerate(self.messages) if m.role == "u"), default=0)
         for number, message in enumerate(self.messages):
-            starts.append(len(tokens))
+            if message.role != "a":
+                starts.append(len(tokens))
             tokens += self._shown(message, old=number < last_user)
         return tokens, starts
 
@@ -125,7 +122,7 @@ class Session:
             [*tokens, *self.opener],
             turn=len(tokens),
             base=len(self.head),
-            starts=starts,
+            starts=tuple(starts),
             max_tokens=max_tokens,
             conversation=self.name,
             **more,
@@ -150,23 +147,26 @@ def _mark(role: str) -> tuple[int, ...]:
 class Step:
     """A request of a trace and what an uncached engine says to it.
 
-    It comes at `at` seconds, not before the steps `after` are over; its messages begin at
-    `starts`. `fed` is all that is evaluated for it: the prompt and the reply without a last
-    token that was sampled only.
+    It comes at `at` seconds, not before the steps `after` are over. `fed` is all that is
+    evaluated for it: the prompt and the reply without a last token that was sampled only.
     """
 
     name: str
     request: Request
     wanted: Outcome
-    starts: tuple[int, ...]
     at: float
     after: tuple[int, ...]
 
     @property
     def fed(self) -> tuple[int, ...]:
         """See the class."""
-        said = self.wanted.tokens
-        return self.request.tokens + (said if self.wanted.finish_reason == "stop" else said[:-1])
+        return fed(self.request, self.wanted)
+
+
+def fed(asked: Request, outcome: Outcome) -> tuple[int, ...]:
+    """Return all that was evaluated of a prompt and its reply."""
+    said = outcome.tokens
+    return asked.tokens + (said if outcome.finish_reason == "stop" else said[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,8 +378,7 @@ class Author:
     def _hear(self, name: str, session: Session, asked: Request) -> None:
         wanted = self._answer(asked)
         self._now += self._rng.expovariate(1 / MEAN_GAP)
-        starts = tuple(session.rendered()[1])
-        self._steps.append(Step(name, asked, wanted, starts, self._now, session.after))
+        self._steps.append(Step(name, asked, wanted, self._now, session.after))
         session.after = (len(self._steps) - 1,)
         session.asked = asked
         reasoning = self._rng.randrange(len(wanted.tokens) + 1) if session.thinks else 0
@@ -432,6 +431,7 @@ def stage(
     *,
     n_sequences: int = N_SEQUENCES,
     n_context: int = N_CONTEXT,
+    end_every: int = MEAN_REPLY,
 ) -> Stage:
     """Return a front with cells for all that its budgets allow, and for the lanes besides."""
     limits = Limits(
@@ -449,11 +449,11 @@ def stage(
         tokenizer=ByteTokenizer.for_chat(),
         clock=clock,
         cost=PACE,
-        end_every=MEAN_REPLY,
+        end_every=end_every,
     )
     options = Options(n_lanes=n_lanes, budgets=budgets or holding())
     core = Core(runtime, clock, options)
-    alone = Alone(memory, n_context, MEAN_REPLY)
+    alone = Alone(memory, n_context, end_every)
     return Stage(core, memory, alone, partial(check, core, runtime), runtime, clock)
 
 

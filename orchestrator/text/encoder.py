@@ -128,22 +128,18 @@ class Encoder:
     # ---- what is known of a text --------------------------------------------------------------
 
     def _longest(self, spelling: bytes) -> tuple[Edge, ...]:
-        self._take_in()
         with self._lock:
+            self._take_in()
             return self._fed.longest(spelling, self._next_cut)
 
     def _take_in(self) -> None:
         """Remember the replies that were heard. That takes a while, so whoever encodes does it."""
         while self._heard:
-            try:
-                prompt, tokens = self._heard.popleft()
-            except IndexError:  # another thread took the last one
-                return
+            prompt, tokens = self._heard.popleft()
             lead = prompt.spelling[_length(prompt.edges) :]
             of_lead = prompt.tokens[sum(len(edge.tokens) for edge in prompt.edges) :]
             for reply in self._speller.replies(tokens):
-                with self._lock:
-                    self._fed.keep((*prompt.edges, replied(lead, of_lead, reply, tokens)))
+                self._fed.keep((*prompt.edges, replied(lead, of_lead, reply, tokens)))
 
     def _along(self, known: Encoding, spelling: bytes) -> tuple[Edge, ...]:
         """The edges of `known` that a spelling follows."""

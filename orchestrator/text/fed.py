@@ -19,7 +19,8 @@ all of it and may be cut there. It follows a reply
 - past a JSON object that differs in writing alone (`same_json.py`), if all of the object was
   sampled. Its tokens are the sampled ones, and spell it as the model wrote it.
 
-Of all paths that a text follows the longest counts, then the one of most replies, then the latest.
+Of all paths that a text follows the longest counts, then the one of most replies (and rather whole
+ones), then the latest.
 
 Invariants: but for such objects, the tokens of an edge spell its text, or are what its text was
 encoded as; a parent was used no earlier than its children; the bytes held are within the budget.
@@ -48,13 +49,15 @@ _N_SORTED = 1 << 16  # bytes of a text that decide where it would stand
 class Said:
     """The part of an edge that was sampled: from byte `start` and after `n_before` tokens.
 
-    ``counts[i]`` tokens of the edge spell it up to ``cuts[i]``, the last of which is its end.
+    ``counts[i]`` tokens of the edge spell it up to ``cuts[i]``, the last of which is its end; that
+    is where the reply ended unless `is_part`.
     """
 
     start: int
     n_before: int
     cuts: array[int]
     counts: array[int]
+    is_part: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ def followed(edge: Edge, text: bytes, at: int) -> Edge | None:
     said = edge.said
     if said is None:
         return None
-    if text.startswith(edge.text, at):
+    if text.startswith(edge.text, at) and _may_end(said, -1, text, at + len(edge.text)):
         return edge
     stretches = list(_stretches(edge.text, said.start, text, at))
     for number in range(len(stretches), 0, -1):
@@ -120,8 +123,6 @@ def _stretches(known: bytes, said: int, text: bytes, at: int) -> Iterator[_Stret
     start, shift = 0, at
     while True:
         end = start + _common(known, start, text, start + shift)
-        if end <= said:
-            return
         yield _Stretch(start, end, shift)
         ends = None
         if end < len(known) and end + shift < len(text):
@@ -156,14 +157,19 @@ def _cut(said: Said, stretch: _Stretch, text: bytes) -> int | None:
     """The number of the last cut in a stretch up to which tokens may be taken."""
     first = bisect_left(said.cuts, stretch.start)
     for number in range(bisect_right(said.cuts, stretch.end) - 1, first - 1, -1):
-        is_end = number == len(said.cuts) - 1
-        if is_end or _begins_word(text, said.cuts[number] + stretch.shift):
+        if _may_end(said, number, text, said.cuts[number] + stretch.shift):
             return number
     return None
 
 
-def _begins_word(text: bytes, at: int) -> bool:
-    """Whether tokenizers cut there anyway: at a special token, or at a space behind a word."""
+def _may_end(said: Said, cut: int, text: bytes, at: int) -> bool:
+    """Whether sampled tokens may be taken up to a cut which is `at` in a text.
+
+    That is where the reply ended, and else where tokenizers cut anyway: at a special token, and at
+    a space behind a word.
+    """
+    if cut in (-1, len(said.cuts) - 1) and not said.is_part:
+        return True
     if at == len(text) or text.startswith(OPEN, at):
         return True
     return text.startswith(b" ", at) and not text[at - 1 : at].isspace()
@@ -181,7 +187,8 @@ def _part(
         cuts.extend(place + shift for place in said.cuts[first:last])
         counts.extend(said.counts[first:last])
     tokens = edge.tokens[: counts[-1]]
-    taken = Said(said.start, said.n_before, cuts, counts)
+    is_part = said.is_part or cut < len(said.cuts) - 1
+    taken = Said(said.start, said.n_before, cuts, counts, is_part)
     return Edge(text[at : at + cuts[-1]], tokens, taken)
 
 
@@ -259,14 +266,6 @@ class _Node:
         else:
             self.replies.remove(child)
 
-    def path(self) -> tuple[Edge, ...]:
-        """The edges from the root to here."""
-        edges, node = [], self
-        while node.parent is not None:
-            edges.append(node.edge)
-            node = node.parent
-        return tuple(reversed(edges))
-
 
 def _text(node: _Node) -> bytes:
     return node.edge.text
@@ -274,16 +273,50 @@ def _text(node: _Node) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A path that a text follows up to `at`: to `node`, and then along `part` of a reply."""
+    """A path that a text follows up to `at`: the one `before`, and `edge`, which led to `node`.
+
+    The edge has the text as it is here. That of the node may be a longer reply, or have JSON
+    objects as they were written before: what followed it then may follow it here. `n_replies`
+    counts whole ones twice.
+    """
 
     at: int
     n_replies: int
     node: _Node
-    part: Edge | None = None
+    edge: Edge | None = None
+    before: _Found | None = None
 
     @property
     def rank(self) -> tuple[int, int, int]:
         return self.at, self.n_replies, self.node.used
+
+    def along(self, edge: Edge, node: _Node) -> _Found:
+        """It and an edge more."""
+        is_whole = len(edge.tokens) == len(node.edge.tokens)
+        n_replies = 0 if edge.said is None else 1 + is_whole
+        return _Found(self.at + len(edge.text), self.n_replies + n_replies, node, edge, self)
+
+    def path(self) -> tuple[Edge, ...]:
+        """All its edges."""
+        edges: list[Edge] = []
+        found: _Found | None = self
+        while found is not None and found.edge is not None:
+            edges.append(found.edge)
+            found = found.before
+        return tuple(reversed(edges))
+
+
+def _further(found: _Found, text: bytes, next_cut: Callable[[bytes, int], int]) -> Iterator[_Found]:
+    node, at = found.node, found.at
+    if node.pieces:
+        cut = next_cut(text, at)
+        piece = node.pieces.get(text[at:cut]) if cut < len(text) else None
+        if piece is not None:
+            yield found.along(piece.edge, piece)
+    for reply in node.near(text, at):
+        part = followed(reply.edge, text, at)
+        if part is not None:
+            yield found.along(part, reply)
 
 
 class Fed:
@@ -306,33 +339,8 @@ class Fed:
         while open_:
             found = open_.pop()
             best = max(best, found, key=lambda each: each.rank)
-            for further in self._further(found, text, next_cut):
-                if further.part is None:
-                    open_.append(further)
-                else:
-                    best = max(best, further, key=lambda each: each.rank)
-        path = best.node.path()
-        return path if best.part is None else (*path, best.part)
-
-    def _further(
-        self, found: _Found, text: bytes, next_cut: Callable[[bytes, int], int]
-    ) -> Iterator[_Found]:
-        node, at = found.node, found.at
-        if node.pieces:
-            cut = next_cut(text, at)
-            piece = node.pieces.get(text[at:cut]) if cut < len(text) else None
-            if piece is not None:
-                yield _Found(cut, found.n_replies, piece)
-        for reply in node.near(text, at):
-            part = followed(reply.edge, text, at)
-            if part is not None:
-                is_whole = part is reply.edge
-                yield _Found(
-                    at=at + len(part.text),
-                    n_replies=found.n_replies + 1,
-                    node=reply if is_whole else node,
-                    part=None if is_whole else part,
-                )
+            open_ += _further(found, text, next_cut)
+        return best.path()
 
     def keep(self, path: Sequence[Edge]) -> None:
         """Hold a path, and note that it was used."""

@@ -76,9 +76,10 @@ class Speller:
     # ---- sampled tokens -----------------------------------------------------------------------
 
     def replies(self, tokens: Sequence[int]) -> Iterator[Reply]:
-        """The spellings of a reply that show anything; of its beginning, where it cannot be told.
+        """The spellings of a reply that show anything.
 
-        That is at a special token that others overlap, or that shares its text with another.
+        A special token that others overlap, or that shares its text with another, is spelt as no
+        text ever is.
         """
         for written in (False, True) if any(map(self._is_hidden, tokens)) else (False,):
             reply = self._reply(tokens, written=written)
@@ -90,8 +91,6 @@ class Speller:
         spelling, cuts, counts = bytearray(), array("I", [0]), array("I", [0])
         for count, token in enumerate(tokens, 1):
             special = self._special(token)
-            if special == _UNSPELLABLE:
-                break
             shown = self._tokenizer.piece(token)
             if special is None:
                 spelling += decoder.decode(shown).encode()
@@ -100,13 +99,12 @@ class Speller:
             if len(spelling) > cuts[-1] and not decoder.getstate()[0]:
                 cuts.append(len(spelling))
                 counts.append(count)
-        else:
-            spelling += decoder.decode(b"", final=True).encode()
-            if len(spelling) > cuts[-1]:
-                cuts.append(len(spelling))
-                counts.append(len(tokens))
-            counts[-1] = len(tokens)  # whatever comes last and shows nothing belongs to it
-        return Reply(bytes(spelling[: cuts[-1]]), cuts[1:], counts[1:])
+        spelling += decoder.decode(b"", final=True).encode()
+        if len(spelling) > cuts[-1]:
+            cuts.append(len(spelling))
+            counts.append(len(tokens))
+        counts[-1] = len(tokens)  # whatever comes last and shows nothing belongs to it
+        return Reply(bytes(spelling), cuts[1:], counts[1:])
 
     def _is_hidden(self, token: int) -> bool:
         return bool(self._special(token)) and not self._tokenizer.piece(token)
