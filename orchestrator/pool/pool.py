@@ -274,7 +274,8 @@ class Pool:
             cheap: _Form = apart if forms.snapshots else saved
             if kind in ("reply", "message", "anchor"):  # never worth a sequence
                 return [cheap]
-            if is_at_hand and (forms.spares_first or forms.stateful):
+            newest = forms.stateful and kind == "turn"  # the others make way for it
+            if newest or (is_at_hand and forms.spares_first):
                 return [spare, cheap, saved]
             return [cheap, spare, saved]
         return [] if kind == "reply" else [spare, saved]
