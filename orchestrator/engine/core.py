@@ -149,6 +149,7 @@ class Core:
         except DecodeFailed as failure:
             self.fail_all(failure)
         self._keeper.forget(conversation)
+        self._records.forget(conversation)
 
     def resize(self, budgets: Budgets) -> None:
         """Take other budgets from now on."""

@@ -131,6 +131,12 @@ class Records:
             self._seen.remove(lane.ticket.path)
         self._seen.add(lane.evaluated, _told(lane, lane.n_evaluated))
 
+    def forget(self, conversation: str) -> None:
+        """Take out of all that was seen, and lost, what a conversation was seen with."""
+        for path in self._seen.paths(lambda note: _is_of(note, conversation)):
+            self._seen.remove(path)
+            self._losses.forget(path)
+
     def _keep(self, record: Record) -> None:
         self.last.append(record)
         try:
@@ -141,6 +147,10 @@ class Records:
 
 def _told(lane: Lane, end: int) -> Earlier:
     return Earlier(lane.ticket.request.turn, lane.n_prompt, end, lane.admission.conversation)
+
+
+def _is_of(note: object, conversation: str) -> bool:
+    return isinstance(note, Earlier) and note.conversation == conversation
 
 
 def _is_reading(lane: Lane, prompt: bytes, length: int) -> bool:

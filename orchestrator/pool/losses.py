@@ -52,6 +52,11 @@ class Losses:
         """Forget a loss: a checkpoint stands there again."""
         self._places.remove(path[: length * _WIDTH])
 
+    def forget(self, path: bytes) -> None:
+        """Forget every loss along a packed path."""
+        for length, _ in list(self._places.ends(path)):
+            self.regained(path, length)
+
     def longest(self, prompt: bytes, at_most: int) -> Loss | None:
         """Return the longest loss that would have served the first `at_most` tokens of a prompt.
 

@@ -266,17 +266,19 @@ class Pool:
     def _by_cost(self, kind: Kind) -> list[_Form]:
         """Return the ways to keep a state, the cheapest first."""
         spare, saved, apart = self._keep_spare, self._keep_exported, self._keep_snapshot
-        if not self.forms.resident:
+        forms = self.forms
+        if not forms.resident:
             return [saved]
-        if kind == "reply":  # inside it: never worth a sequence
-            return [apart] if self.forms.snapshots else [saved] if self.forms.stateful else []
-        if self.forms.stateful and kind in ("message", "anchor", "mark"):
-            return [saved]
-        if not self.forms.snapshots:
-            return [spare, saved]
-        if self.forms.spares_first and self._free and kind in ("turn", "resend"):
-            return [spare, apart, saved]
-        return [apart, spare, saved]
+        is_at_hand = bool(self._free) and kind in ("turn", "resend")
+        if forms.snapshots or forms.stateful:
+            cheap: _Form = apart if forms.snapshots else saved
+            if kind in ("reply", "message", "anchor"):  # never worth a sequence
+                return [cheap]
+            newest = forms.stateful and kind == "turn"  # the others make way for it
+            if newest or (is_at_hand and forms.spares_first):
+                return [spare, cheap, saved]
+            return [cheap, spare, saved]
+        return [] if kind == "reply" else [spare, saved]
 
     def _keep_snapshot(
         self, admission: Admission, path: bytes, kind: Kind, leaving: Sequence[Checkpoint]
@@ -319,12 +321,7 @@ class Pool:
         self, admission: Admission, path: bytes, kind: Kind, leaving: Sequence[Checkpoint]
     ) -> Keep | None:
         """Return how a state is saved to host memory at once, None if it is not worth it."""
-        kinds = (
-            "turn",
-            "shared",
-            *(("message", "anchor", "mark", "reply") if self.forms.stateful else ()),
-        )
-        if self.forms.resident and kind not in kinds:
+        if self.forms.resident and not self.forms.stateful and kind not in ("turn", "shared"):
             return None
         length = len(path) // TOKEN_WIDTH
         n_bytes = self._weights.of(length)
@@ -506,7 +503,7 @@ class Pool:
         return None if room is None else Export(holder, room, n_bytes)
 
     def _is_worth_moving(self, checkpoint: Checkpoint) -> bool:
-        if checkpoint.is_superseded:
+        if checkpoint.is_superseded and not checkpoint.is_history:
             return False
         return checkpoint.leases > 0 or self.book.standing(checkpoint).replay >= EXPORT_LEAST
 
@@ -717,10 +714,10 @@ class Pool:
     def _overflow(self, admission: Admission, path: bytes) -> list[Checkpoint]:
         """Return what of its chat leaves once this turn keeps a checkpoint of its own."""
         outdated = self.book.outdated(admission.conversation, admission.serial, path)
-        lasting = [c for c in outdated if c.kind in ("turn", "reply") and c.sequence is not None]
+        lasting = [c for c in outdated if c.kind in ("turn", "reply")]
         lasting.extend(
             c
-            for c in self.book.resident()
+            for c in self.checkpoints
             if c.is_superseded and c.conversation != admission.conversation
         )
         lasting.sort(key=lambda c: (c.serial, c.tick))

@@ -15,7 +15,7 @@ first; a node ends a path or branches, all but the root.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from orchestrator.errors import InvalidArgument
@@ -159,6 +159,10 @@ class Seen:
         self._forget(node)
         return True
 
+    def paths(self, chooses: Callable[[object], bool]) -> list[bytes]:
+        """Return the recorded paths whose notes `chooses` accepts; looks at all of them."""
+        return [_path_to(node) for node in self._ends if chooses(node.note)]
+
     def clear(self) -> None:
         """Forget everything."""
         while self._ends:
@@ -227,3 +231,13 @@ class Seen:
         assert parent is not None
         child.edge, child.parent = node.edge + child.edge, parent
         parent.children[child.edge[:_WIDTH]] = child
+
+
+def _path_to(node: _Node) -> bytes:
+    """Return the packed path that ends at a node."""
+    edges: list[bytes] = []
+    above: _Node | None = node
+    while above is not None:
+        edges.append(above.edge)
+        above = above.parent
+    return b"".join(reversed(edges))
