@@ -52,10 +52,7 @@ BOUNDARY = 8
 INTERVAL = 256
 """C1: the same where a prompt parts from an earlier one at no boundary: a batch."""
 
-PAST = "states where messages begin, where a state is all rows there are"
-NAMED = "a turn supersedes what its own path goes on from, not all that has its name"
 INSIDE = "states inside a reply, where a state is all rows there are"
-BETWEEN = "states between the boundaries of a prompt, where a state is all rows there are"
 
 TEMPLATES = {"plain": (False, False), "replayed": (True, False), "dropped": (True, True)}
 """Whether the generation prompt opens a reasoning block, and whether history drops it."""
@@ -227,7 +224,7 @@ def stamped(minute: int, chat: Session, at: int) -> Session:
     return replace(chat, head=head)
 
 
-@every_kind_but(BETWEEN, on=["windowed"])
+@every_kind
 def test_r12_a_clock_late_in_the_system_text_costs_what_comes_after_it(memory: MemoryKind) -> None:
     """From the second turn on; the third and all after it know where the clock is."""
     metered, chat = meter(memory), chat_under(3500)
@@ -249,7 +246,7 @@ def test_r12_a_clock_that_comes_first_does_not_push_others_out(memory: MemoryKin
     assert answer.cached >= 3000
 
 
-@every_kind_but(PAST, on=["windowed"])
+@every_kind
 def test_r16_a_tool_s_output_that_is_blanked_later_costs_the_rounds_after_it(
     memory: MemoryKind,
 ) -> None:
@@ -311,7 +308,7 @@ def test_r15_side_requests_do_not_push_a_chat_out(memory: MemoryKind, one_off: b
     converse(simulated, [chat], 1)  # asserts that it starts where its last input ended
 
 
-@every_kind_but(NAMED)
+@every_kind
 def test_r15_side_requests_that_go_by_the_chat_s_name_do_not_push_it_out(
     memory: MemoryKind,
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from scenarios import OPENER, Answer, Front, Talk, simulated, words
-from traces import CELL_BYTES, STATE_BYTES, WHOLE, asking, every_kind, holding, lacking, stage
+from traces import CELL_BYTES, STATE_BYTES, asking, every_kind, holding, lacking, stage
 
 from orchestrator.engine.core import Options
 from orchestrator.engine.request import Request
@@ -140,11 +140,10 @@ def forked(memory: MemoryKind, seed: int) -> tuple[list[int], Answer]:
     return spent, front.ask_all([turn_of(path)])[0]
 
 
-SPREAD = "states spread over a path by the room there is"
+SPREAD = "states spread over a path, where a state is all rows there are"
 FORKED = [
-    ("attention", 1),
-    *(pytest.param(memory, 1, marks=lacking(SPREAD)) for memory in WHOLE),
-    *(pytest.param(memory, 2, marks=lacking(SPREAD)) for memory in ("attention", "hybrid")),
+    *(("hybrid", 1), ("hybrid", 2), ("attention", 1), ("attention", 2), ("recurrent", 1)),
+    pytest.param("windowed", 1, marks=lacking(SPREAD)),
 ]
 
 
@@ -193,7 +192,7 @@ def test_sub_agents_start_from_the_shared_head_and_the_main_agent_where_it_was(
     delegate(memory, named, at_once=at_once)
 
 
-@every_kind("a turn supersedes what its own path goes on from, not all that has its name")
+@every_kind()
 def test_sub_agents_that_go_by_the_main_agent_s_name_do_not_push_it_out(memory: MemoryKind) -> None:
     delegate(memory, "all alike", at_once=False)
 
@@ -221,7 +220,7 @@ def delegate(memory: MemoryKind, named: str, *, at_once: bool) -> None:
 
 # ---- heads that nobody marks --------------------------------------------------------------------
 
-LENGTHS = (40, 63, 64, 65, 100, 369, 1000, 3000)
+LENGTHS = (20, 40, 63, 64, 65, 100, 369, 1000, 3000)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -232,14 +231,7 @@ def test_of_requests_that_share_a_head_the_third_and_all_after_it_read_their_tai
     come_one_by_one(memory, length, Budgets(exported_bytes=ROOM))
 
 
-@every_kind("the state of a short head kept when the second request leaves it")
-def test_of_requests_that_share_a_short_head_the_third_and_all_after_it_read_their_tails(
-    memory: MemoryKind,
-) -> None:
-    come_one_by_one(memory, 20, Budgets(exported_bytes=ROOM))
-
-
-@every_kind("a head that every request starts from outlives turns that nobody came back to")
+@every_kind()
 def test_a_shared_head_stays_also_where_there_is_no_host_memory(memory: MemoryKind) -> None:
     come_one_by_one(memory, 369, Budgets())
 
@@ -263,18 +255,12 @@ def come_one_by_one(memory: MemoryKind, length: int, budgets: Budgets) -> None:
 # ---- what is dear and what is cheap -------------------------------------------------------------
 
 
-FADES = "worth that does not fade with the number of cheap requests since"
+every_flood = pytest.mark.parametrize("n_cheap", [40, 400])
 
 
+@every_flood
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize(
-    ("n_cheap", "memory"),
-    [
-        *((40, memory) for memory in ("hybrid", "windowed", "attention")),
-        *((400, memory) for memory in ("hybrid", "windowed")),
-        pytest.param(400, "attention", marks=lacking(FADES)),
-    ],
-)
+@pytest.mark.parametrize("memory", ["hybrid", "windowed", "attention"])
 def test_the_conversation_that_is_dearest_to_read_again_survives_a_flood_of_cheap_ones(
     memory: MemoryKind, named: bool, n_cheap: int
 ) -> None:
@@ -284,8 +270,8 @@ def test_the_conversation_that_is_dearest_to_read_again_survives_a_flood_of_chea
     outlive(front, n_cheap, named=named)
 
 
+@every_flood
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("n_cheap", [40, pytest.param(400, marks=lacking(FADES))])
 @every_kind()
 def test_the_dearest_conversation_survives_a_flood_also_where_sequences_are_few(
     memory: MemoryKind, named: bool, n_cheap: int

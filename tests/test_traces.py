@@ -41,7 +41,7 @@ every_number_of_lanes = pytest.mark.parametrize("n_lanes", [1, 4])
 # ---- the engine on a trace ----------------------------------------------------------------------
 
 
-STATES = "more states than there are sequences"
+STATES = "states of the past that go to host memory where sequences run out, and are not dropped"
 TRACES = [
     *(("attention", 1), ("hybrid", 1), ("hybrid", 2)),
     *(pytest.param(memory, 1, marks=lacking(STATES)) for memory in ("recurrent", "windowed")),
