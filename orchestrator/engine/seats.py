@@ -398,6 +398,8 @@ class Seats:
             self._evacuate(lane, lane.parked)
 
     def _evacuate(self, lane: Lane, parked: Checkpoint) -> None:
+        if parked.holder.is_lane:
+            return  # on the rows of one that runs it takes no room
         self._keeper.clear_now(list(parked.holder.checkpoints))
         if parked not in self._keeper.pool.checkpoints:
             lane.parked = None
@@ -407,7 +409,9 @@ class Seats:
         for ticket in self.scheduler:
             lane = None if ticket is besides else ticket.lane
             parked = self._parked(lane) if lane else None
-            if lane is not None and parked is not None and parked.sequence is not None:
+            if lane is None or parked is None or parked.sequence is None:
+                continue
+            if not parked.holder.is_lane:
                 self._evacuate(lane, parked)
                 return True
         return False

@@ -494,7 +494,9 @@ class Pool:
         It should where the budgets allow it, where reading its tokens again would take longer
         than moving them, and where only what is worth less has to leave for it.
         """
-        if holder in self._moving or not any(map(self._is_worth_moving, holder.checkpoints)):
+        if holder.is_lane or holder in self._moving:
+            return None
+        if not any(map(self._is_worth_moving, holder.checkpoints)):
             return None
         live = any(c.is_live for c in holder.checkpoints)
         n_bytes = self._weights.rows(holder.length) + live * self._weights.state
