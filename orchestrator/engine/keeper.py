@@ -130,14 +130,29 @@ class Keeper:
         if self.memory.ledger.length(sequence) > length:
             self.memory.cut(sequence, length)
 
-    def clear_way(self, checkpoints: Iterable[Checkpoint]) -> bool:
+    def clear_for(self, admission: Admission) -> bool:
+        """Let leave what is in an admission's way, as `clear_way` does; its seed stays for it."""
+        if admission.seed is None:
+            return self.clear_way(admission.evicted)
+        seed = admission.seed.checkpoint
+        overrun = [seed] if admission.takes_over else []  # its rows are about to be cut
+        seed.leases += 1
+        try:
+            return self.clear_way(admission.evicted, overrun)
+        finally:
+            seed.leases -= 1
+
+    def clear_way(
+        self, checkpoints: Iterable[Checkpoint], others: Iterable[Checkpoint] = ()
+    ) -> bool:
         """Let checkpoints leave their sequences: to rows that stay anyway, or to host memory.
 
-        Returns False while some are on their way; ask again after the next slice. Nothing is
-        given up before all that is to be moved has been.
+        Rows of the holders of `others` do not stay either. Returns False while some are on their
+        way; ask again after the next slice. Nothing is given up before all that is to be moved
+        has been.
         """
         leaving = {checkpoint: checkpoint.holder for checkpoint in checkpoints}
-        shrinking = set(leaving.values())
+        shrinking = {*leaving.values(), *(checkpoint.holder for checkpoint in others)}
         sent = [holder for holder in _whole_holders(leaving) if self._send(holder, shrinking)]
         if any(self.mover.is_moving(holder) for holder in sent):
             return False
@@ -388,9 +403,9 @@ class Keeper:
         plan = self.pool.plan_keep(lane.admission, path, kind)
         if plan is None or (plan.checkpoint.sequence is None and path != lane.path):
             return True
-        if not self.clear_way(plan.evicted):
+        if not self.clear_way(plan.evicted, plan.dropped):
             return False
-        self.evict(plan.dropped)
+        self.evict(c for c in plan.dropped if c in self.pool.checkpoints)  # else it left for those
         if plan.checkpoint.sequence is None:
             self._begin_saving(lane, plan)
             return False

@@ -177,7 +177,7 @@ class Seats:
         if lane is not None:
             self._release_lease(lane)
         admission = self._keeper.pool.plan_admission(self._claim(ticket, cold=cold))
-        if admission is None or not self._keeper.clear_way(admission.evicted):
+        if admission is None or not self._keeper.clear_for(admission):
             if lane is not None:
                 self._hold(lane)  # what left for this may have been its own
             return admission is None and self._without_room(ticket, cold=cold)
