@@ -113,12 +113,21 @@ def _holdings(now: Occupancy) -> list[tuple[str, str]]:
         ("sequences", f"{now.sequences_used} of {now.sequences_total} in use"),
         ("cells", cells),
         ("in context", f"{_kinds(now.resident)} · {decimal(now.resident_bytes)}"),
+        *_snapshots(now),
         (
             "in host memory",
             f"{_kinds(now.exported)} · {decimal(now.exported_bytes)} of"
             f" {decimal(now.exported_bytes_budget)}{_at_most(now.exported_tokens_budget)}",
         ),
     ]
+
+
+def _snapshots(now: Occupancy) -> list[tuple[str, str]]:
+    """Return how many of those in context have their state in host memory, if any."""
+    if not now.snapshots:
+        return []
+    size = decimal(now.snapshot_bytes)
+    return [("", f"{now.snapshots:,} of these with their state in host memory · {size}")]
 
 
 def _at_most(budget: int | None) -> str:

@@ -32,8 +32,9 @@ class Occupancy:
 
     `cells_total` is None where tokens take no cell; `cells_budget` is what checkpoints may fill,
     lanes included (None: all). `checkpoints` counts by kind, `resident` and `exported` the same
-    in each tier. `resident_bytes` are what the used sequences and cells take in the context,
-    `exported_bytes` host memory; a budget of None is none.
+    in each tier; of the resident ones `snapshots` have their recurrent state in host memory, where
+    those take `snapshot_bytes`. `resident_bytes` are what the used sequences and cells take in the
+    context, `exported_bytes` all of host memory; a budget of None is none.
     """
 
     lanes: int
@@ -53,6 +54,8 @@ class Occupancy:
     exported_bytes_budget: int
     exported_tokens: int
     exported_tokens_budget: int | None
+    snapshots: int = 0
+    snapshot_bytes: int = 0
     running: tuple[LaneView, ...] = ()
 
 
@@ -74,6 +77,7 @@ def observe(seats: Seats, keeper: Keeper, limits: Limits) -> Occupancy:
     pool, ledger, waiting = keeper.pool, keeper.memory.ledger, seats.scheduler
     used = limits.n_sequences - pool.free_sequences
     budgets = pool.budgets
+    snapshots = [c for c in pool.book.resident() if not c.is_live]
     return Occupancy(
         lanes=len(seats.lanes),
         lanes_total=seats.n_lanes,
@@ -92,6 +96,8 @@ def observe(seats: Seats, keeper: Keeper, limits: Limits) -> Occupancy:
         exported_bytes_budget=budgets.exported_bytes,
         exported_tokens=pool.exported_tokens,
         exported_tokens_budget=budgets.exported_tokens,
+        snapshots=len(snapshots),
+        snapshot_bytes=sum(c.n_bytes for c in snapshots),
         running=tuple(_view(lane) for lane in seats.lanes),
     )
 

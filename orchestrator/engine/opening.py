@@ -37,6 +37,7 @@ N_LANES_MOST = 64
 N_GPU_LAYERS_MOST = 1 << 16
 _SPARES_LEAST = 3  # a turn keeps its turn, resend and reply points
 _STATE_SHARE = 8  # an eighth of the memory that is available may go to recurrent states
+_HISTORY_MOST = 256  # more than that is hardly ever gone back to
 _EXPORT_SHARE = 8  # and as much to checkpoints in host memory
 
 
@@ -201,10 +202,20 @@ def _options(limits: Limits, choices: Choices) -> Options:
         resident_cells=choices.resident_cells,
         exported_bytes=exported,
         exported_tokens=choices.exported_tokens,
-        history=spare // 2 if choices.history is None else choices.history,
+        history=_history(limits, spare, exported) if choices.history is None else choices.history,
     )
     patience = Patience() if choices.queue is None else Patience(n_waiting=choices.queue)
     return Options(lanes, choices.checkpoints != 0, budgets, patience)
+
+
+def _history(limits: Limits, spare: int, exported_bytes: int) -> int:
+    """Return how many states may serve who goes back: half of what there is room for.
+
+    In host memory where a state can be kept there without its rows, else in sequences.
+    """
+    if limits.snapshots and limits.state_bytes:
+        return min(exported_bytes // (2 * limits.state_bytes), _HISTORY_MOST)
+    return spare // 2
 
 
 def _template(runtime: Runtime, file: Path | None) -> ChatTemplate:
