@@ -62,6 +62,7 @@ class Asked:
 
     @property
     def is_over(self) -> bool:
+        """Whether its last event has come."""
         return bool(self.events) and isinstance(self.events[-1], Finished | OrchestratorError)
 
 
@@ -206,14 +207,13 @@ class Walk:
         assert pool.exported_bytes == core._keeper.mover.n_bytes == 0
         core._keeper.drop(pool.checkpoints)
         self.simulation.check()
-        assert not core._keeper.mover._rows
-        assert not core._keeper.mover._states
+        assert core._keeper.mover.n_bytes == 0
         assert pool.free_sequences == self.simulation.runtime.limits.n_sequences
         assert ledger.used == self.simulation.runtime.used_cells == 0
         book = pool.book
-        assert not (book._of or book.latest or book._established)
-        assert not book._index._root.children
-        assert not (pool._lanes or pool._moving or pool._saving or pool._arriving)
+        left = [book._of, book.latest, book._established, book._index._root.children]
+        left += [pool._lanes, pool._moving, pool._saving, pool._arriving]
+        assert not any(left)
 
     def _step(self) -> None:
         try:
@@ -389,3 +389,86 @@ def _step_until(simulation: Simulation, reached: Callable[[], bool]) -> None:
         simulation.core.step()
         simulation.check()
     raise AssertionError("it never came to that")
+
+
+LOST = DecodeFailed("lost in a test")
+ROOMY = Budgets(exported_bytes=1 << 30)
+
+
+def fail_once(simulation: Simulation, name: str, error: Exception) -> None:
+    """Have the next call of a method of the runtime raise, with nothing done."""
+    runtime = simulation.runtime
+
+    def fail(*_: Any) -> None:
+        delattr(runtime, name)
+        raise error
+
+    setattr(runtime, name, fail)
+
+
+def test_rows_that_arrived_before_all_was_lost_do_not_stay_in_host_memory_for_ever() -> None:
+    simulation = Simulation(n_sequences=1, options=Options(budgets=ROOMY))
+    simulation.ask(request("a" * 40, max_tokens=1))
+    fail_once(simulation, "clear", LOST)  # once they are saved and before the pool is told
+    simulation.ask(request("b" * 40, max_tokens=1))
+    assert simulation.core.counters.recoveries == 1
+    simulation.check()
+    assert not simulation.core._keeper.mover._rows.keys() - {
+        c.holder for c in simulation.core._keeper.pool.checkpoints
+    }
+
+
+def test_a_request_is_answered_also_where_parking_it_finds_that_all_is_lost() -> None:
+    simulation = Simulation(n_batch=10, options=Options(budgets=ROOMY))
+    slow = submit(simulation, request("p" * 80, priority="background", marks=(10,)))
+    _step_until(simulation, lambda: kinds(simulation) == [("mark", 10)])
+    submit(simulation, request("q" * 80, priority="interactive"))
+    fail_once(simulation, "strip", LOST)
+    simulation.run()
+    assert simulation.core.counters.recoveries == 1
+    assert slow.is_over
+
+
+def test_a_cancelled_request_is_answered_also_where_its_leaving_finds_that_all_is_lost() -> None:
+    simulation = Simulation(n_batch=10)
+    slow = submit(simulation, request("p" * 80, priority="background", one_off=True))
+    _step_until(simulation, lambda: bool(simulation.core._seats.lanes))
+    submit(simulation, request("q" * 80, priority="interactive"))
+    _step_until(simulation, lambda: simulation.core.counters.preempted == 1)
+    slow.ticket.cancel()
+    fail_once(simulation, "clear", LOST)
+    simulation.run()
+    assert simulation.core.counters.recoveries == 1
+    assert slow.is_over
+
+
+@pytest.mark.parametrize("what", ["forget", "resize"])
+def test_all_is_begun_again_where_a_call_from_outside_finds_that_it_is_lost(what: str) -> None:
+    simulation = Simulation(options=Options(budgets=ROOMY))
+    simulation.ask(request("a" * 40, conversation="a", max_tokens=1))
+    fail_once(simulation, "clear", LOST)
+    if what == "forget":
+        simulation.core.forget("a")
+    else:
+        simulation.core.resize(Budgets(resident_cells=10))
+    simulation.check()
+    assert simulation.core.counters.recoveries == 1
+    assert simulation.runtime.used_cells == 0
+
+
+def test_a_holder_that_could_not_be_stripped_costs_its_checkpoints_and_no_request() -> None:
+    simulation = Simulation(options=Options(n_lanes=2, budgets=ROOMY))
+    runtime = simulation.runtime
+
+    def strip(sequence: int) -> None:
+        runtime.clear(sequence)
+        raise BackendError("would not strip in a test")
+
+    runtime.strip = strip  # type: ignore[method-assign]
+    first = simulation.ask(request("a" * 60, marks=(30,), max_tokens=4))
+    simulation.core._keeper.drop(
+        [c for c in simulation.core._keeper.pool.checkpoints if c.is_live]
+    )
+    simulation.check()
+    assert not kinds(simulation)
+    assert simulation.ask(request("a" * 60, max_tokens=4)).tokens == first.tokens

@@ -225,8 +225,8 @@ class Keeper:
         self._saves.clear()
         self.memory.reset()
         for checkpoint in self.pool.lose():
-            self.mover.forget(checkpoint)
             self._losses.note(checkpoint.trunk, checkpoint.length, "evicted")
+        self.mover.retain(self.pool.checkpoints)
         self._shrink()
 
     def resize(self, budgets: Budgets) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 
 from orchestrator.engine.memory import Memory
@@ -271,6 +271,12 @@ class Mover:
         if kept:
             self._rows[holder] = kept
         return _size(kept)
+
+    def retain(self, checkpoints: Collection[Checkpoint]) -> None:
+        """Drop what belongs to none of these, also what arrived and was never told of."""
+        holders = {c.holder for c in checkpoints if c.sequence is None}
+        self._rows = {h: slices for h, slices in self._rows.items() if h in holders}
+        self._states = {c: state for c, state in self._states.items() if c in checkpoints}
 
     def stop(self, holder: Holder) -> None:
         """Move a holder out no further."""
