@@ -318,9 +318,9 @@ class Seats:
 
     def _park(self, lane: Lane) -> None:
         """Put a lane's request back into the queue; its state stays, held by a lease."""
-        self.lanes.remove(lane)
         lane.owed = None
         self._keeper.release(lane, "partial", parks=True)
+        self.lanes.remove(lane)  # only now: where that fails it is ended with the other lanes
         if lane.is_ready:  # else it is what it was being given
             seed = self._keeper.pool.book.longest(lane.known)
             lane.parked = seed.checkpoint if seed and seed.length == lane.fed else None
