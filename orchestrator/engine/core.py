@@ -215,13 +215,15 @@ class Core:
         cancelled = ticket.is_answered or ticket.is_cancelled
         reason: FinishReason = "cancelled" if cancelled else "deadline"
         self._count_end(reason)
-        self._seats.leave_queue(ticket)
         lane = ticket.lane
         if lane is None:
             outcome = ticket.never_ran(reason)
         else:
             outcome = self._records.end(lane, lane.finish(reason, self._clock()))
-        ticket.answer(Finished(outcome))
+        try:
+            self._seats.leave_queue(ticket)
+        finally:
+            ticket.answer(Finished(outcome))
 
     def _count_end(self, reason: FinishReason) -> None:
         self.counters.cancelled += reason == "cancelled"

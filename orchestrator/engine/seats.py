@@ -104,10 +104,10 @@ class Seats:
         lane = ticket.lane
         if lane is not None:
             self._release_lease(lane)
+            lane.sampler.close()
             if not lane.admission.keeps:
                 self._discard(lane.parked)
             self._keeper.fit()
-            lane.sampler.close()
 
     def vacate(self) -> list[Ticket]:
         """Give all lanes up without touching their states; return the requests to be answered."""
