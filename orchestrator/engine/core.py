@@ -17,7 +17,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from orchestrator.engine.counters import Counters
 from orchestrator.engine.keeper import Keeper
@@ -121,14 +122,12 @@ class Core:
 
     def step(self) -> None:
         """Do one turn of the loop. Never raises for what goes wrong with a request or a decode."""
-        try:
+        with self._recovering():
             self._reap()
             self._move()
             self._seats.admit()
             n_speaking = self._speak()
             self._read(n_speaking)
-        except DecodeFailed as failure:
-            self.fail_all(failure)
 
     def warm(self, path: bytes) -> int:
         """Return how many tokens a packed prompt would be started from now."""
@@ -144,18 +143,18 @@ class Core:
 
         Requests that were cancelled before are ended first, so that they leave nothing either.
         """
-        try:
+        with self._recovering():
             self._reap()
-        except DecodeFailed as failure:
-            self.fail_all(failure)
-        self._keeper.forget(conversation)
+        with self._recovering():
+            self._keeper.forget(conversation)
         self._records.forget(conversation)
 
     def resize(self, budgets: Budgets) -> None:
         """Take other budgets from now on."""
         if budgets.exported_bytes < self._keeper.pool.exported_bytes:
             self._seats.free_exported()
-        self._keeper.resize(budgets)
+        with self._recovering():
+            self._keeper.resize(budgets)
 
     def occupancy(self) -> Occupancy:
         """Return what lanes, queue and pool hold now."""
@@ -182,6 +181,14 @@ class Core:
             self._keeper.lose()
             self._seats.hold_what_stands()
             self.counters.recoveries += 1
+
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """Start over where the memory turns out to hold something else than it should."""
+        try:
+            yield
+        except DecodeFailed as failure:
+            self.fail_all(failure)
 
     def end_all(self, error: OrchestratorError) -> None:
         """End everything, queued requests too, before the runtime is closed."""
