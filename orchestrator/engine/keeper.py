@@ -18,7 +18,7 @@ from orchestrator.engine.memory import Memory
 from orchestrator.engine.mover import Mover, Parcel
 from orchestrator.engine.pace import Pace
 from orchestrator.engine.request import Request
-from orchestrator.errors import InvalidArgument, PoolFull, StateRefused
+from orchestrator.errors import BackendError, DecodeFailed, InvalidArgument
 from orchestrator.pool.book import Seed
 from orchestrator.pool.checkpoint import Checkpoint, Holder, Kind
 from orchestrator.pool.losses import LossCause, Losses
@@ -124,8 +124,9 @@ class Keeper:
         """Cut a resident holder to `length`; unless its state is still of use it loses that too."""
         if any(checkpoint.is_live for checkpoint in holder.checkpoints):
             return
-        if holder.is_whole:
-            self.memory.strip(sequence)
+        if holder.is_whole and not self._done(lambda: self.memory.strip(sequence)):
+            self.evict(holder.checkpoints, "refused")  # it holds nothing now
+            return
         holder.is_whole, holder.length = False, length
         if self.memory.ledger.length(sequence) > length:
             self.memory.cut(sequence, length)
@@ -297,7 +298,9 @@ class Keeper:
         """Change the memory; False when it refuses, which costs a checkpoint and nothing else."""
         try:
             change()
-        except (InvalidArgument, StateRefused, PoolFull) as refusal:
+        except DecodeFailed:
+            raise
+        except (InvalidArgument, BackendError, MemoryError) as refusal:
             log.warning("a checkpoint is given up: %s", refusal)
             self._counters.refused_checkpoints += 1
             return False
