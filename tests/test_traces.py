@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 from baselines import Map, Played, Store, lru, oracle
 from scenarios import Alone
-from simulation import cold
+from simulation import KINDS, cold
 from traces import (
     CELL_BYTES,
     STATE_BYTES,
@@ -24,7 +24,6 @@ from traces import (
     asking,
     cramped,
     drawn,
-    lacking,
     play,
     stage,
 )
@@ -41,11 +40,7 @@ every_number_of_lanes = pytest.mark.parametrize("n_lanes", [1, 4])
 # ---- the engine on a trace ----------------------------------------------------------------------
 
 
-STATES = "states of the past that go to host memory where sequences run out, and are not dropped"
-TRACES = [
-    *(("attention", 1), ("hybrid", 1), ("hybrid", 2)),
-    *(pytest.param(memory, 1, marks=lacking(STATES)) for memory in ("recurrent", "windowed")),
-]
+TRACES = [*((memory, 1) for memory in KINDS), ("hybrid", 2)]
 
 
 @every_number_of_lanes
