@@ -30,7 +30,7 @@ from orchestrator.errors import (
 )
 from orchestrator.pool.plans import Budgets
 from orchestrator.runtime.protocol import MemoryKind
-from orchestrator.runtime.simulated import Cost
+from orchestrator.runtime.simulated import Cost, SimulatedRuntime
 
 N_CONTEXT = 320
 SLICE = 24
@@ -43,6 +43,7 @@ REFUSALS: dict[str, Callable[[], Exception]] = {
     "copy_rows": lambda: PoolFull("full in a test"),
     "save_rows": lambda: MemoryError("no memory in a test"),
     "save_state": lambda: StateRefused("finite", "not finite in a test"),
+    "strip": lambda: BackendError("llama.cpp would not strip in a test"),
     "_open": lambda: StateRefused("checksum", "damaged in a test"),
 }
 """What a call may raise by its contract."""
@@ -107,7 +108,7 @@ class Walk:
         self.n_lanes = n_lanes
         self.pasts = list(HEADS)
         self.asked: list[Asked] = []
-        self.reused = self.n_reused = 0
+        self.reused = self.n_reused = self.n_failed = 0
         self.fails: list[tuple[str, Exception]] = []
         self._arm()
 
@@ -145,16 +146,15 @@ class Walk:
             setattr(runtime, name, self._failing(name, getattr(runtime, name)))
 
     def _failing(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def empty(sequence: int, *_: Any) -> None:
+            SimulatedRuntime.clear(self.simulation.runtime, sequence)
+
         def attempt(*args: Any, **named: Any) -> Any:
             for failure in [f for f in self.fails if f[0] == name]:
                 self.fails.remove(failure)
+                self.n_failed += 1
                 if name in ("_open", "restore_state", "restore_rows", "strip"):
-                    # by contract nothing is left where one of these fails
-                    self.simulation.runtime._release(self.simulation.runtime._held[args[0]].cells)
-                    self.simulation.runtime._held[args[0]] = type(
-                        self.simulation.runtime._held[args[0]]
-                    )([])
-                    self.simulation.runtime._contents.clear(args[0])
+                    empty(*args)  # by contract nothing is left there
                 raise failure[1]
             return call(*args, **named)
 
@@ -189,6 +189,7 @@ class Walk:
         for _ in range(n_operations):
             self.rng.choices(actions, weights)[0]()
             self.simulation.check()
+            self._check_lanes()
             self._hear()
         self._come_to_rest()
 
@@ -214,6 +215,16 @@ class Walk:
         left = [book._of, book.latest, book._established, book._index._root.children]
         left += [pool._lanes, pool._moving, pool._saving, pool._arriving]
         assert not any(left)
+
+    def _check_lanes(self) -> None:
+        """Assert that snapshots on a lane's rows are of tokens that really stand there."""
+        core = self.simulation.core
+        lanes = {lane.sequence: lane for lane in core._seats.lanes}
+        for checkpoint in core._keeper.pool.checkpoints:
+            if checkpoint.holder.is_lane:
+                lane = lanes[checkpoint.holder.sequence or 0]
+                assert lane.path.startswith(checkpoint.path) or not lane.is_ready
+                assert checkpoint.length <= self.simulation.runtime.length(lane.sequence)
 
     def _step(self) -> None:
         try:
@@ -280,12 +291,11 @@ class Walk:
         self.simulation.core.branch(chat, other)
 
     def _call(self, work: Callable[[], None]) -> None:
-        """Do what is called from outside; an exception is the caller's."""
-        held, self.fails = self.fails, []
-        try:
-            work()
-        finally:
-            self.fails = held
+        """Do what is called from outside, where defects are the caller's."""
+        held = [(n, e) for n, e in self.fails if isinstance(e, RuntimeError)]
+        self.fails = [failure for failure in self.fails if failure not in held]
+        work()
+        self.fails += held
 
     # ---- what came of it ----------------------------------------------------------------------
 
@@ -396,11 +406,13 @@ ROOMY = Budgets(exported_bytes=1 << 30)
 
 
 def fail_once(simulation: Simulation, name: str, error: Exception) -> None:
-    """Have the next call of a method of the runtime raise, with nothing done."""
+    """Have the next call of a method of the runtime raise."""
     runtime = simulation.runtime
 
-    def fail(*_: Any) -> None:
+    def fail(*arguments: Any) -> None:
         delattr(runtime, name)
+        if name == "strip":
+            runtime.clear(*arguments)  # as the contract has it
         raise error
 
     setattr(runtime, name, fail)
@@ -466,9 +478,36 @@ def test_a_holder_that_could_not_be_stripped_costs_its_checkpoints_and_no_reques
 
     runtime.strip = strip  # type: ignore[method-assign]
     first = simulation.ask(request("a" * 60, marks=(30,), max_tokens=4))
-    simulation.core._keeper.drop(
-        [c for c in simulation.core._keeper.pool.checkpoints if c.is_live]
-    )
+    simulation.core._keeper.drop([c for c in simulation.core._keeper.pool.checkpoints if c.is_live])
     simulation.check()
     assert not kinds(simulation)
     assert simulation.ask(request("a" * 60, max_tokens=4)).tokens == first.tokens
+
+
+def test_a_state_is_not_folded_onto_rows_that_go_with_what_leaves_for_it() -> None:
+    simulation = Simulation(n_sequences=2, options=Options(n_lanes=2, budgets=ROOMY))
+    keeper = simulation.core._keeper
+    simulation.ask(request("a" * 60, marks=(30, 50), max_tokens=0))
+    keeper.drop([c for c in keeper.pool.checkpoints if c.kind != "mark"])
+    simulation.ask(request("a" * 40, max_tokens=0))
+    keeper.drop([c for c in keeper.pool.checkpoints if c.kind == "resend"])
+    assert kinds(simulation) == [("mark", 30), ("mark", 50), ("reply", 40)]
+    simulation.core.resize(Budgets(exported_bytes=17_384 + 128))
+    simulation.ask(request("z" * 20, max_tokens=0, one_off=True))
+    simulation.check()
+    wanted = request("a" * 39 + "b", max_tokens=3)
+    assert simulation.ask(wanted).tokens == cold(wanted).tokens
+
+
+def test_a_request_is_seated_cold_where_its_seed_goes_while_room_is_made_for_it() -> None:
+    simulation = Simulation(n_sequences=2, options=Options(n_lanes=2))
+    keeper = simulation.core._keeper
+    simulation.core.resize(ROOMY)
+    simulation.ask(request("a" * 60, marks=(30,), max_tokens=0))
+    simulation.core.resize(Budgets(exported_bytes=200, resident_cells=60))
+    keeper.drop([c for c in keeper.pool.checkpoints if c.kind == "resend"])
+    assert kinds(simulation) == [("mark", 30), ("reply", 60)]
+    fail_once(simulation, "strip", BackendError("would not strip in a test"))
+    wanted = request("a" * 30 + "b" * 20, max_tokens=3)
+    assert simulation.ask(wanted).tokens == cold(wanted).tokens
+    assert simulation.core.counters.recoveries == 0

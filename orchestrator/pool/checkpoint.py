@@ -17,6 +17,7 @@ long as its rows: it is entered in its holder, and what empties or cuts the hold
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -74,7 +75,7 @@ class Holder:
         """Return whether a path's rows are among the first `n_rows` kept here."""
         return len(path) <= _WIDTH * n_rows and self.trunk.startswith(path)
 
-    def longest(self, without: frozenset[Checkpoint] = frozenset()) -> int:
+    def longest(self, without: Set[Checkpoint] = frozenset()) -> int:
         """Return the rows its checkpoints need, in tokens, once some of them are gone."""
         return max((c.length for c in self.checkpoints if c not in without), default=0)
 

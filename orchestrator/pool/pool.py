@@ -461,7 +461,9 @@ class Pool:
             return None
         most = self.book.standing(checkpoint).rank()
         room = self._host_room(self._weights.state, 0, (), most)
-        return None if room is None else Fold(checkpoint, target, room)
+        if room is None or not (target.is_lane or target.longest({*room}) >= checkpoint.length):
+            return None  # without those the rows would be cut
+        return Fold(checkpoint, target, room)
 
     def folded(self, fold: Fold, n_bytes: int) -> None:
         """Note that a checkpoint's state was saved and its sequence cleared."""
