@@ -125,6 +125,7 @@ class Keeper:
         if any(checkpoint.is_live for checkpoint in holder.checkpoints):
             return
         if holder.is_whole and not self._done(lambda: self.memory.strip(sequence)):
+            holder.length = 0
             self.evict(holder.checkpoints, "refused")  # it holds nothing now
             return
         holder.is_whole, holder.length = False, length
@@ -198,6 +199,8 @@ class Keeper:
         if fold is None or sequence is None:
             return False
         self.evict(fold.evicted)
+        if not fold.holder.checkpoints and not fold.holder.is_lane:
+            return False  # it could not be stripped
         n_bytes = self.mover.take(checkpoint, sequence)
         if n_bytes is None:
             return False
@@ -208,6 +211,8 @@ class Keeper:
     def _begin(self, export: Export, sequence: int) -> None:
         holder = export.holder
         self.evict(export.evicted)
+        if not holder.checkpoints:
+            return  # it could not be stripped
         self.pool.exporting(export)
 
         def arrived(parcel: Parcel | None) -> None:
@@ -266,7 +271,8 @@ class Keeper:
             seated(True)
         else:
             lost = seed.checkpoint.holder.checkpoints if admission.takes_over else [seed.checkpoint]
-            self.evict(lost, "refused")  # a sequence that was to be taken over holds nothing now
+            there = [c for c in lost if c in self.pool.checkpoints]
+            self.evict(there, "refused")  # a sequence that was to be taken over holds nothing now
             return False
         return True
 
@@ -274,8 +280,8 @@ class Keeper:
         """Put a resident checkpoint under a lane; False when it turns out to be of no use."""
         checkpoint, sequence = seed.checkpoint, admission.sequence
         source = checkpoint.holder.sequence
-        if source is None:
-            return False
+        if source is None or checkpoint not in self.pool.checkpoints:
+            return False  # what made way on its rows may have cost it too
         if checkpoint.is_live and admission.takes_over:
             return self._done(lambda: self.memory.cut(sequence, seed.length))
         if checkpoint.is_live:
