@@ -121,6 +121,7 @@ class LlamaSampler:
         self._last: TokenLogprob | None = None
         self._chooser: _Chooser | None = None
         self._chain: Any = None
+        self._takes_best = _is_greedy(sampling) and penalties is None and grammar is None
         if grammar is None and not sampling.logit_bias:
             self._chain = new_chain(sampling, *filter(None, [penalties]))
         else:
@@ -142,6 +143,8 @@ class LlamaSampler:
             )
         if self._chooser is not None:
             token = self._chooser.choose(logits)
+        elif self._chain is not None and self._takes_best:
+            token = int(logits.argmax())  # the first of equals, as llama.cpp's own does
         elif self._chain is not None:
             token = int(api.llama_sampler_sample(self._chain, self._context, row))
         else:
@@ -175,7 +178,8 @@ class _Chooser:
         self._grammar = grammar
         self._chain = new_chain(sampling)
         self._candidates = Candidates(n_vocab)
-        self._n_enough = 1 if _is_greedy(sampling) else sampling.top_k or n_vocab
+        self._is_greedy = _is_greedy(sampling)
+        self._n_enough = 1 if self._is_greedy else sampling.top_k or n_vocab
 
     def choose(self, logits: Scores) -> int:
         """Return the next token, and remember it."""
@@ -198,6 +202,8 @@ class _Chooser:
         return scores
 
     def _drawn(self, tokens: Tokens, scores: Scores) -> int:
+        if self._is_greedy:  # without a copy into llama.cpp's array
+            return int(tokens[scores[tokens].argmax()])
         self._candidates.fill(tokens, scores[tokens])
         self._candidates.apply(self._chain)
         return self._candidates.selected()
