@@ -24,6 +24,7 @@ from traces import every_kind as every_kind_but
 
 from orchestrator.engine.core import Core, Options
 from orchestrator.engine.engine import Engine
+from orchestrator.engine.records import N_RECORDS
 from orchestrator.engine.request import PRIORITIES, Outcome, Request, Sampling, Text
 from orchestrator.engine.scheduler import Patience
 from orchestrator.engine.stream import Stream
@@ -821,12 +822,12 @@ def test_r34_a_hundred_sessions_made_and_deleted_leave_nothing(
     held: list[int] = []
     tracemalloc.start()
     try:
-        for number in range(100):
+        for number in range(N_RECORDS + 41):
             session(simulated, number)
-            if number % 20 == 19:
+            assert sum(simulated.core.occupancy().checkpoints.values()) == 0
+            if number % 20 == 0 and number >= N_RECORDS:  # so many are remembered, and no more
                 gc.collect()
                 held.append(tracemalloc.get_traced_memory()[0])
-            assert sum(simulated.core.occupancy().checkpoints.values()) == 0
     finally:
         tracemalloc.stop()
     occupancy = simulated.core.occupancy()
