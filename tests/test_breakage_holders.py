@@ -8,7 +8,7 @@ whose calls may fail, also where nobody foresaw it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -28,6 +28,8 @@ from orchestrator.errors import (
     PoolFull,
     StateRefused,
 )
+from orchestrator.pool.checkpoint import Checkpoint, Holder
+from orchestrator.pool.eviction import fewest
 from orchestrator.pool.plans import Budgets
 from orchestrator.runtime.protocol import MemoryKind
 from orchestrator.runtime.simulated import Cost, SimulatedRuntime
@@ -212,7 +214,7 @@ class Walk:
         assert pool.free_sequences == self.simulation.runtime.limits.n_sequences
         assert ledger.used == self.simulation.runtime.used_cells == 0
         book = pool.book
-        left = [book._of, book.latest, book._established, book._index._root.children]
+        left = [book._of, book.latest, book._established, book._index.nearest(b"")[1]]
         left += [pool._lanes, pool._moving, pool._saving, pool._arriving]
         assert not any(left)
 
@@ -248,6 +250,8 @@ class Walk:
         tokens = history + rng.choice([OPENER, OPENER, b"<a>", b""])
         if past.tokens and rng.random() < 0.1:
             tokens = past.tokens  # the same again
+        if len(tokens) > N_CONTEXT:
+            return
         conversation = rng.choice([None, past.conversation, past.conversation, *CHATS])
         priorities: list[Priority] = ["interactive", "default", "background"]
         length = len(tokens)
@@ -333,6 +337,20 @@ class Walk:
         history = tokens + reply if verbatim else tokens[:end] + b"<a>" + reply
         if all(token < 128 for token in reply):
             self.pasts.append(Past(history, wanted.starts, wanted.base, wanted.conversation))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_wrong_is_said_and_nothing_is_left_whatever_fails_on_a_walk(seed: int) -> None:
+    walk = Walk(seed)
+    walk.run(600)
+    assert walk.n_failed > 0
+    assert walk.n_reused > 0 or walk.simulation.runtime.limits.n_sequences <= walk.n_lanes + 1
+
+
+@pytest.mark.parametrize("memory", ["attention", "windowed", "recurrent"])
+@pytest.mark.parametrize("seed", range(2))
+def test_nothing_is_left_of_a_walk_without_snapshots_either(memory: MemoryKind, seed: int) -> None:
+    Walk(seed, memory).run(600)
 
 
 # ---- what broke, one by one ----------------------------------------------------------------------
@@ -511,3 +529,35 @@ def test_a_request_is_seated_cold_where_its_seed_goes_while_room_is_made_for_it(
     wanted = request("a" * 30 + "b" * 20, max_tokens=3)
     assert simulation.ask(wanted).tokens == cold(wanted).tokens
     assert simulation.core.counters.recoveries == 0
+
+
+# ---- what took too long --------------------------------------------------------------------------
+
+
+def test_few_questions_find_the_few_that_matter_among_many() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        holder = Holder(None, b"")
+        many = [Checkpoint(b"", n, "mark", 0, 0, holder) for n in range(rng.choice([3, 40, 300]))]
+        wanted = [set(rng.sample(many, min(3, len(many)))) for _ in range(2)]
+        asked = 0
+
+        def enough(victims: Sequence[Checkpoint], sets: Sequence[set[Checkpoint]] = wanted) -> bool:
+            nonlocal asked
+            asked += 1
+            return any(each <= {*victims} for each in sets)
+
+        found, n_asked = fewest(many, enough), asked
+        assert found == _fewest_one_by_one(many, enough)
+        assert n_asked <= 12 * len(many).bit_length()
+
+
+def _fewest_one_by_one(
+    many: Sequence[Checkpoint], enough: Callable[[Sequence[Checkpoint]], bool]
+) -> tuple[Checkpoint, ...]:
+    """Return what `fewest` does, by asking for each in turn."""
+    victims = next(many[:n] for n in range(len(many) + 1) if enough(many[:n]))
+    for spared in reversed(victims):
+        rest = [victim for victim in victims if victim is not spared]
+        victims = rest if enough(rest) else victims
+    return tuple(victims)

@@ -42,7 +42,7 @@ class Cold:
 
     def __call__(self, asked: Request) -> Outcome:
         """Return what an uncached engine answers."""
-        key = (asked.tokens, asked.max_tokens)
+        key = (asked.tokens, asked.max_tokens, repr(asked.sampling))
         if key not in self.said:
             core = Core(self.runtime, time.perf_counter, Options(checkpoints=False))
             events: list[object] = []

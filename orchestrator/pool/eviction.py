@@ -84,9 +84,31 @@ def fewest(
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if enough(candidates[:middle]) else (middle + 1, high)
-    victims = list(candidates[:low])
-    for spared in reversed(victims.copy()):
-        rest = [victim for victim in victims if victim is not spared]
-        if enough(rest):
-            victims = rest
-    return tuple(victims)
+    return tuple(_spared(list(candidates[:low]), enough))
+
+
+def _spared(
+    victims: list[Checkpoint], enough: Callable[[Sequence[Checkpoint]], bool]
+) -> list[Checkpoint]:
+    """Return the victims that matter, the most valuable that do not spared first.
+
+    Runs that can be spared together are found by doubling, so that it takes a few questions for
+    each that matters and not one for each that does not.
+    """
+    needed: list[Checkpoint] = []
+    while victims:
+        low, step = 0, 1
+
+        def spares(count: int) -> bool:
+            return enough([*victims[: len(victims) - count], *needed])
+
+        while low + step <= len(victims) and spares(low + step):
+            low, step = low + step, 2 * step
+        high = min(low + step - 1, len(victims))
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if spares(middle) else (low, middle - 1)
+        del victims[len(victims) - low :]
+        needed[:0] = victims[-1:]
+        del victims[-1:]
+    return needed
