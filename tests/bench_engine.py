@@ -72,16 +72,48 @@ def test_a_step_that_decodes(benchmark: BenchmarkFixture, n_lanes: int) -> None:
     benchmark.pedantic(steps, rounds=20, warmup_rounds=2)  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("n_chats", [1000, 10])
-def test_a_look_up_among_ten_thousand(benchmark: BenchmarkFixture, n_chats: int) -> None:
-    """Time finding the longest of 10,000 paths, of some chats, that 8,192 tokens begin with."""
+def _path(chat: list[int], shape: str, number: int, rng: random.Random) -> bytes:
+    """Return one of 10,000 paths: along its chat, beside it, or each leaving the one before."""
+    own = [rng.randrange(50_000) for _ in range(rng.randrange(1, 200))]
+    if shape == "zigzag":
+        return pack(chat[: number * len(chat) // 10_000] + own)
+    beside = shape == "beside" or (shape == "mixed" and number % 3)
+    return pack(chat[: rng.randrange(1, 8192)] + (own if beside else []))
+
+
+def _filled(n_chats: int, shape: str) -> tuple[PrefixIndex[int], bytes]:
+    """Return an index of 10,000 paths and a prompt of 8,192 tokens that goes one chat's way."""
     rng = random.Random(1)
     chats = [[rng.randrange(50_000) for _ in range(8192)] for _ in range(n_chats)]
     index: PrefixIndex[int] = PrefixIndex()
     for number in range(10_000):
-        cut = rng.randrange(1, 8192)
-        own = [rng.randrange(50_000) for _ in range(rng.randrange(1, 200))]
-        index.add(pack(chats[number % n_chats][:cut] + (own if number % 3 else [])), number)
-    prompt = pack(chats[0])
-    found = benchmark(lambda: max(index.prefixes(prompt)))
-    assert found[0] > 1000
+        index.add(_path(chats[number % n_chats], shape, number, rng), number)
+    index.add(pack(chats[0][:8000]), 10_000)
+    return index, pack(chats[0])
+
+
+SHAPES = [(1000, "mixed"), (10, "mixed"), (1, "along"), (1, "beside"), (1, "zigzag")]
+
+
+@pytest.mark.parametrize(("n_chats", "shape"), SHAPES)
+def test_a_look_up_among_ten_thousand(
+    benchmark: BenchmarkFixture, n_chats: int, shape: str
+) -> None:
+    """Time finding the longest of 10,000 paths, of some chats, that 8,192 tokens begin with."""
+    index, prompt = _filled(n_chats, shape)
+    found = benchmark(lambda: index.deepest(prompt, 8191))
+    assert found is not None
+    assert found[0] >= 8000
+
+
+@pytest.mark.parametrize(("n_chats", "shape"), SHAPES)
+def test_a_change_among_ten_thousand(benchmark: BenchmarkFixture, n_chats: int, shape: str) -> None:
+    """Time adding a path and removing it again."""
+    index, prompt = _filled(n_chats, shape)
+
+    def change() -> None:
+        index.add(prompt[: 4 * 8100], -1)
+        index.remove(prompt[: 4 * 8100], -1)
+
+    benchmark(change)
+    assert index.at(prompt[: 4 * 8100]) == []

@@ -1,7 +1,7 @@
 """Which checkpoints are there, which of them is a prompt's longest start, what is each worth?
 
 The book only records; what to keep and what to give up is decided in `pool`. A look-up follows
-the prompt's own path in a radix tree and costs the same with ten checkpoints and ten thousand.
+the prompt's own path in an index and costs about the same with ten checkpoints and ten thousand.
 
 Invariants: a path has at most one checkpoint in each tier; `latest` names, for every chat, the
 turn checkpoint of its newest turn; the totals are those of what takes host memory: snapshots, and
@@ -74,21 +74,18 @@ class Book:
             if length <= 0:
                 return None
             return Seed(max(holders, key=lambda c: (_nearness(c), c.tick)), length)
-        found: Seed | None = None
-        for length, checkpoint in self._index.prefixes(prompt):
-            if length > most:
-                break
-            ties = found is not None and found.length == length
-            if not (ties and found and _nearness(checkpoint) <= _nearness(found.checkpoint)):
-                found = Seed(checkpoint, length)
-        return found
+        found = self._index.deepest(prompt, most)
+        return None if found is None else Seed(max(found[1], key=_nearness), found[0])
 
     def serves(self, path: bytes) -> bool:
         """Return whether what is kept already gives back all of a packed path."""
-        n_path = len(path) // _TOKEN_WIDTH
         if self._divisible:
-            return self._index.nearest(path)[0] == n_path
-        return any(length == n_path for length, _ in self._index.prefixes(path))
+            return self._index.nearest(path)[0] == len(path) // _TOKEN_WIDTH
+        return bool(self._index.at(path))
+
+    def at(self, path: bytes) -> list[Checkpoint]:
+        """Return the checkpoints whose whole path is `path`."""
+        return self._index.at(path)
 
     def within(self, path: bytes) -> list[Checkpoint]:
         """Return the checkpoints whose whole path is a prefix of `path`."""

@@ -236,7 +236,7 @@ class Pool:
         """Return the checkpoint that the next turn of a claim's chat will start from."""
         if not (claim.turn and claim.keeps):
             return None
-        reached = self.book.within(claim.path[: claim.turn * TOKEN_WIDTH])
+        reached = self.book.at(claim.path[: claim.turn * TOKEN_WIDTH])
         return next((c for c in reached if c.length == claim.turn), None)
 
     def _chat(self, claim: Claim, seed: Seed | None) -> Conversation:
