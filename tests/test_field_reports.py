@@ -17,10 +17,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import reports
+from reports import BOUNDARY, INTERVAL, Meter, chat_under
 from scenarios import OPENER, Alone, Answer, Simulated, Talk, converse, simulated, words
 from simulation import KINDS, check, request
-from traces import Message, Session, Stage, Trie, asking, fed, stage
+from test_fed_tokens import counting
 from traces import every_kind as every_kind_but
+from traces import stage
 
 from orchestrator.engine.core import Core, Options
 from orchestrator.engine.engine import Engine
@@ -48,85 +51,32 @@ def front(memory: MemoryKind = "hybrid", n_lanes: int = 1, **more: Any) -> Simul
 
 # ---- R01 to R08: the conversation is read again -------------------------------------------------
 
-BOUNDARY = 8
-"""C2: tokens evaluated beyond what is new, where a state is kept at every boundary."""
-INTERVAL = 256
-"""C1: the same where a prompt parts from an earlier one at no boundary: a batch."""
-
 INSIDE = "states inside a reply, where a state is all rows there are"
 
-TEMPLATES = {"plain": (False, False), "replayed": (True, False), "dropped": (True, True)}
-"""Whether the generation prompt opens a reasoning block, and whether history drops it."""
-
-every_template = pytest.mark.parametrize("template", TEMPLATES)
-
-
-class Meter:
-    """Asks, compares every reply with the cold one, and knows what had been evaluated before.
-
-    It knows that from the tokens alone: one of a prompt is new where no prompt or reply before
-    had the same at its place, after the same.
-    """
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-        self.new: list[int] = []
-        self.spent: list[int] = []  # what was evaluated beyond that, for each request
-        self._trie = Trie()
-
-    def ask(self, asked: Request) -> Answer:
-        """Run a request to its end."""
-        (answer,) = self.stage.ask_all([asked])
-        usage, length = answer.outcome.usage, len(asked.tokens)
-        before = min(self._trie.common(asked.tokens), length - 1)
-        assert usage.cached_tokens + usage.prefilled_tokens == length
-        assert usage.cached_tokens <= before, "more was reused than was ever evaluated"
-        self.new.append(length - before)
-        self.spent.append(usage.prefilled_tokens - self.new[-1])
-        self._trie.grow(fed(asked, answer.outcome))
-        return answer
-
-    def say(self, chat: Session, role: str, length: int, max_tokens: int = 10) -> Answer:
-        """Add a message to a chat, ask for a reply and add that too."""
-        chat.messages.append(Message(role, text(f"message {len(self.new)}", length)))
-        answer = self.ask(chat.request(max_tokens))
-        said = answer.outcome.tokens
-        chat.messages.append(Message("a", said, len(said) // 2 if chat.thinks else 0))
-        return answer
+every_template = pytest.mark.parametrize("template", reports.TEMPLATES)
 
 
 def meter(memory: MemoryKind, n_lanes: int = 1, **sizes: Any) -> Meter:
     """Return a meter on an engine with 32 sequences and room for everything."""
-    return Meter(stage(memory, n_lanes, **{"n_context": 8192, "end_every": 0, **sizes}))
-
-
-def text(name: str, length: int) -> tuple[int, ...]:
-    """Return the tokens of a message; no two begin alike."""
-    return tuple(words(name, 40 + length)[40:])
-
-
-def chat_under(length: int, template: str = "plain", name: str = "system") -> Session:
-    """Return a chat under a system text of some length."""
-    return Session(text(name, length), *TEMPLATES[template])
+    on = stage(memory, n_lanes, **{"n_context": 8192, "end_every": 0, **sizes})
+    return Meter(on, counting(on.runtime))
 
 
 @every_template
 @every_kind
 def test_r01_a_chat_of_two_lines_goes_on_where_it_was(memory: MemoryKind, template: str) -> None:
     """All of it is shorter than any interval. R08 asks the same of pure recurrent models."""
-    metered, chat = meter(memory), chat_under(20, template)
-    for _ in range(2):
-        metered.say(chat, "u", 8)
+    metered = meter(memory)
+    reports.two_lines(metered, template)
     assert max(metered.spent) <= BOUNDARY
 
 
 @every_kind
 def test_r02_thirty_turns_that_only_append_read_what_is_new(memory: MemoryKind) -> None:
-    metered, chat = meter(memory), chat_under(200, "replayed")
-    for _ in range(30):
-        metered.say(chat, "u", 30, max_tokens=20)
+    metered = meter(memory)
+    n_prompt = reports.appending(metered, 30, head=200, message=30, reply=20)
     assert max(metered.spent) <= BOUNDARY
-    assert sum(metered.new) < len(chat.request(1).tokens)
+    assert sum(metered.new) <= n_prompt
 
 
 @pytest.mark.parametrize("template", ["replayed", "dropped"])
@@ -135,9 +85,8 @@ def test_r03_r04_a_tool_round_goes_on_from_the_reply_and_a_question_from_the_las
     memory: MemoryKind, template: str
 ) -> None:
     """With reasoning sent back and shown both go on from the reply, else as R03 has it."""
-    metered, chat = meter(memory), chat_under(200, template)
-    for role in ("u", "t", "u", "t", "t", "u", "t"):
-        metered.say(chat, role, 60, max_tokens=40)
+    metered = meter(memory)
+    reports.tool_rounds(metered, template, head=200, message=60, reply=40)
     assert max(metered.spent) <= BOUNDARY
 
 
@@ -145,10 +94,8 @@ def test_r03_r04_a_tool_round_goes_on_from_the_reply_and_a_question_from_the_las
 def test_r05_an_empty_reasoning_block_that_history_leaves_out_costs_the_reply_alone(
     memory: MemoryKind,
 ) -> None:
-    metered, chat = meter(memory), chat_under(50, "dropped")
-    metered.say(chat, "u", 2000, max_tokens=2)
-    chat.messages[-1] = replace(chat.messages[-1], reasoning=0)
-    metered.say(chat, "u", 30)
+    metered = meter(memory)
+    reports.an_empty_reasoning_block(metered, message=2000)
     assert max(metered.spent) <= BOUNDARY
     assert metered.new[1] < 60
 
@@ -158,10 +105,8 @@ def test_r05_an_empty_reasoning_block_that_history_leaves_out_costs_the_reply_al
 def test_r07_a_reply_that_comes_back_trimmed_is_not_read_again_from_its_start(
     memory: MemoryKind, template: str
 ) -> None:
-    metered, chat = meter(memory), chat_under(100, template)
-    metered.say(chat, "u", 50, max_tokens=2000)
-    chat.messages[-1] = replace(chat.messages[-1], text=chat.messages[-1].text[:-3])
-    metered.say(chat, "u", 30)
+    metered = meter(memory)
+    reports.a_trimmed_reply(metered, template, reply=2000)
     assert metered.spent[1] <= INTERVAL
 
 
@@ -171,33 +116,23 @@ def test_r07_a_reply_that_comes_back_trimmed_is_not_read_again_from_its_start(
 @every_kind
 def test_r09_a_short_system_text_is_read_once_for_fifty_requests(memory: MemoryKind) -> None:
     metered = meter(memory)
-    answers = [metered.say(chat_under(100), "u", 20) for _ in range(50)]
-    assert sum(answer.cached >= 100 for answer in answers) >= 49
+    assert reports.strangers_under_one_head(metered, 50, head=100) >= 49
     assert max(metered.spent) <= BOUNDARY
 
 
 @every_kind
 def test_r10_chats_and_edited_chats_back_to_back_go_on_where_they_part(memory: MemoryKind) -> None:
     metered = meter(memory)
-    chats = [chat_under(80, name=f"{number} system") for number in range(3)]
-    for chat in chats:
-        for _ in range(3):
-            metered.say(chat, "u", 300)
-    for number, chat in enumerate(chats):
-        edited = replace(chat, messages=chat.messages[: 2 * number])
-        metered.say(edited, "u", 300)
+    reports.chats_and_edited_chats(metered, head=80, message=300)
     assert max(metered.spent) <= INTERVAL
 
 
 def test_r11_a_fork_in_the_middle_leaves_what_lies_beyond_it() -> None:
     """Kept at 100, 200, 300 and 400; then one that parts at 250; then the 400 again."""
-    metered, path = meter("hybrid"), text("path", 400)
-    for length in (100, 200, 300, 400):
-        metered.ask(asking([*path[:length], *OPENER], turn=length, max_tokens=10))
-    fork = [*path[:250], *words("other", 100)]
-    assert metered.ask(asking([*fork, *OPENER], turn=350, max_tokens=10)).cached >= 200
-    assert metered.ask(asking([*path, *OPENER], turn=400, max_tokens=10)).cached >= 400
-    assert metered.ask(asking([*fork, *OPENER], turn=350, max_tokens=10)).cached >= 350
+    fork, whole, fork_again = reports.a_fork_in_the_middle(meter("hybrid"))
+    assert fork >= 200
+    assert whole >= 400
+    assert fork_again >= 350
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -206,31 +141,19 @@ def test_r11_nothing_is_reused_that_was_not_evaluated_exactly_so(
     memory: MemoryKind, seed: int
 ) -> None:
     """Each start is a path that was fed, token by token; `Meter` compares."""
-    rng = random.Random(seed)
-    metered, paths = meter(memory, n_sequences=6), [text("path", 300)]
-    for number in range(40):
-        path = rng.choice(paths)
-        path = (*path[: rng.randrange(1, len(path))], *words(f"{number}", rng.randrange(1, 60)))
-        paths.append(path)
-        metered.ask(asking(path, turn=rng.randrange(len(path)), max_tokens=rng.choice([1, 9])))
-    assert sum(metered.new) < sum(len(path) for path in paths)
+    metered = meter(memory, n_sequences=6)
+    n_asked = reports.random_forks(metered, random.Random(seed), 40, longest=300)
+    assert sum(metered.new) < n_asked
 
 
 # ---- R12, R16, R17, R19: the client changes what was said ---------------------------------------
 
 
-def stamped(minute: int, chat: Session, at: int) -> Session:
-    """Return a chat with a clock in its system text, `at` so many tokens."""
-    head = (*chat.head[:at], *b"now 10:%02d" % minute, *chat.head[at:])
-    return replace(chat, head=head)
-
-
 @every_kind
 def test_r12_a_clock_late_in_the_system_text_costs_what_comes_after_it(memory: MemoryKind) -> None:
     """From the second turn on; the third and all after it know where the clock is."""
-    metered, chat = meter(memory), chat_under(3500)
-    for minute in range(6):
-        metered.say(stamped(minute, chat, at=3000), "u", 40)
+    metered = meter(memory)
+    reports.a_clock(metered, chat_under(3500), 6, at=3000)
     assert max(metered.spent[1:]) <= INTERVAL
     assert max(metered.spent[2:]) <= 16
 
@@ -239,10 +162,9 @@ def test_r12_a_clock_late_in_the_system_text_costs_what_comes_after_it(memory: M
 def test_r12_a_clock_that_comes_first_does_not_push_others_out(memory: MemoryKind) -> None:
     """Nothing that such a chat keeps ever serves it again."""
     metered = meter(memory, n_sequences=6)
-    other, chat = chat_under(3000, name="other"), replace(chat_under(3000), name="stamped")
+    other = chat_under(3000, name="other")
     metered.say(other, "u", 40)
-    for minute in range(20):
-        metered.say(stamped(minute, chat, at=0), "u", 40)
+    reports.a_clock(metered, chat_under(3000), 20, at=0)
     answer = metered.say(other, "u", 40)
     assert answer.cached >= 3000
 
@@ -252,14 +174,8 @@ def test_r16_a_tool_s_output_that_is_blanked_later_costs_the_rounds_after_it(
     memory: MemoryKind,
 ) -> None:
     """Of 20 rounds the third is blanked; one round more than those after it may be read."""
-    metered, chat = meter(memory, n_context=16_384), chat_under(200)
-    metered.say(chat, "u", 50)
-    for _ in range(20):
-        metered.say(chat, "t", 300)
-    third = 2 + 2 * 2
-    assert chat.messages[third].role == "t"
-    chat.messages[third] = replace(chat.messages[third], text=text("blank", 6))
-    metered.say(chat, "t", 300)
+    metered = meter(memory, n_context=16_384)
+    reports.a_blanked_output(metered, 20, output=300)
     assert 17 * 300 < metered.new[-1] < 18 * 330
     assert metered.spent[-1] <= 300 + BOUNDARY
 
@@ -268,13 +184,8 @@ def test_r16_a_tool_s_output_that_is_blanked_later_costs_the_rounds_after_it(
 def test_r17_a_note_that_stays_four_messages_above_the_end_costs_those_and_no_more(
     memory: MemoryKind,
 ) -> None:
-    metered, chat = meter(memory), chat_under(200)
-    note = Message("s", text("the note", 20))
-    for number in range(50):
-        chat.messages.append(Message("u", text(f"message {number}", 40)))
-        shown = [*chat.messages[:-4], note, *chat.messages[-4:]]
-        answer = metered.ask(replace(chat, messages=shown).request(20))
-        chat.messages.append(Message("a", answer.outcome.tokens))
+    metered = meter(memory)
+    reports.a_note_above_the_end(metered, 50, message=40, reply=20)
     assert max(metered.new[3:]) < 7 * 50
     assert max(metered.spent) <= INTERVAL
 
@@ -285,13 +196,8 @@ def test_r19_a_reply_that_the_template_trims_costs_itself_at_most(
     memory: MemoryKind, end: slice
 ) -> None:
     """From the end of the prompt, whatever became of the reply."""
-    metered, chat = meter(memory), chat_under(500)
-    answer = metered.say(chat, "u", 100, max_tokens=80)
-    said = chat.messages[-1].text
-    chat.messages[-1] = replace(chat.messages[-1], text=said[end])
-    following = metered.say(chat, "u", 40)
-    rest = len(following.request.tokens) - len(answer.request.tokens)
-    assert following.outcome.usage.prefilled_tokens <= rest + BOUNDARY
+    beyond = reports.a_reply_cut_by_the_template(meter(memory), end, head=500, reply=80)
+    assert beyond <= BOUNDARY
 
 
 # ---- R15: title and tag requests between turns --------------------------------------------------
@@ -314,13 +220,8 @@ def test_r15_side_requests_that_go_by_the_chat_s_name_do_not_push_it_out(
     memory: MemoryKind,
 ) -> None:
     """A client that names the chat in every request names it in these as well."""
-    metered, chat = meter(memory, budgets=Budgets(exported_bytes=ROOM)), chat_under(3000)
-    chat.name = "chat"
-    metered.say(chat, "u", 40)
-    aside = chat_under(60, name="title")
-    aside.name = "chat"
-    metered.say(aside, "u", 340)
-    metered.say(chat, "u", 40)
+    metered = meter(memory, budgets=Budgets(exported_bytes=ROOM))
+    reports.a_title_under_the_chat_s_name(metered, head=3000)
     assert max(metered.spent) <= BOUNDARY
 
 
@@ -656,16 +557,7 @@ def test_r25_the_same_after_the_same_start_is_the_same_fifty_times(
 ) -> None:
     """In between others, shorter and longer ones too, take the rows that lay beyond it."""
     metered = meter(memory, n_lanes, n_sequences=n_lanes + 4, n_context=1024)
-    start, rest = text("start", 300), text("rest", 120)
-    rng, said = random.Random(1), set()
-    for number in range(50):
-        answer = metered.ask(asking([*start, *rest[:40]], turn=300, max_tokens=20))
-        said.add(answer.outcome.tokens)
-        assert answer.cached >= 300 or not number
-        metered.ask(asking([*start, *rest[: rng.choice([5, 39, 80, 120])]], turn=300, max_tokens=9))
-        if number % 3 == 0:
-            metered.ask(asking(words(f"{number} filler", 300), turn=290, max_tokens=5))
-    assert len(said) == 1
+    assert reports.the_same_again(metered, 50, start=300) == 1
 
 
 @every_kind
@@ -673,15 +565,8 @@ def test_r26_a_long_history_is_answered_the_same_cold_warm_and_after_detours(
     memory: MemoryKind,
 ) -> None:
     """19,000 tokens of numbers to be copied."""
-    rng = random.Random(26)
-    table = "".join(f"{rng.randrange(10_000)};" for _ in range(4000)).encode()[:19_000]
     metered = meter(memory, n_context=20_480)
-    asked = asking([*table, *b"Copy that.", *OPENER], turn=19_010, max_tokens=100)
-    said = [metered.ask(asked), metered.ask(asked)]
-    for number in range(3):
-        cut = rng.randrange(5000, 19_000)
-        metered.ask(asking([*table[:cut], *words(f"{number}", 50)], max_tokens=20))
-    said.append(metered.ask(asked))
+    said = reports.a_table_to_copy(metered, 19_000, reply=100)
     assert [answer.cached > 0 for answer in said] == [False, True, True]
     assert len({answer.outcome.tokens for answer in said}) == 1
 
@@ -695,33 +580,15 @@ def test_r26_whatever_is_edited_in_whatever_order_is_answered_as_cold(
     """200 scripts in all: append, fork, shrink, regenerate and other chats in between."""
     rng = random.Random(seed)
     metered = meter(memory, n_sequences=rng.randrange(2, 9), n_context=1024)
-    for number in range(n_scripts):
-        history = text(f"{number % 5} script", rng.randrange(20, 80))
-        for step in range(6):
-            history = edited(history, rng, f"{number} {step}")
-            turn = max(1, len(history) - rng.randrange(20))
-            asked = asking(history, turn=turn if turn < len(history) else 0, max_tokens=8)
-            history = (*history, *metered.ask(asked).outcome.tokens)
-    assert sum(metered.spent) < sum(metered.new)
-
-
-def edited(history: tuple[int, ...], rng: random.Random, name: str) -> tuple[int, ...]:
-    """Return a history after some change."""
-    cut = rng.randrange(1, len(history))
-    more = tuple(words(name, rng.randrange(1, 50)))
-    changes = [history + more, history[:cut] + more, history[:cut], history[:-8] or history]
-    return rng.choices(changes, [4, 2, 1, 1])[0]
+    n_asked = reports.edit_scripts(metered, rng, n_scripts, 6)
+    assert sum(metered.spent) < sum(metered.new) < n_asked
 
 
 @every_kind
 def test_r27_no_state_is_ever_kept_beyond_what_was_fed(memory: MemoryKind) -> None:
     """Between any two steps every sequence holds what it is said to; `Front.step` checks."""
-    metered, chat = meter(memory), chat_under(2000)
-    for _ in range(2):
-        answer = metered.say(chat, "u", 40, max_tokens=60)
-        most = len(fed(answer.request, answer.outcome))
-        kept = [each.length for each in metered.stage.core._keeper.pool.checkpoints]
-        assert 2000 <= max(kept) <= most
+    for longest, n_fed in reports.beyond_what_was_fed(meter(memory), 2000, reply=60):
+        assert 2000 <= longest <= n_fed
 
 
 @every_kind
