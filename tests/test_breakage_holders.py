@@ -561,3 +561,25 @@ def _fewest_one_by_one(
         rest = [victim for victim in victims if victim is not spared]
         victims = rest if enough(rest) else victims
     return tuple(victims)
+
+
+# ---- what no test noticed ------------------------------------------------------------------------
+
+
+def test_exported_rows_that_were_trimmed_bring_back_what_still_lies_on_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mover, "SLICE_LEAST", SLICE)
+    monkeypatch.setattr(mover, "SLICE_MOST", SLICE)
+    simulation = Simulation(n_sequences=1, options=Options(budgets=ROOMY))
+    keeper = simulation.core._keeper
+    simulation.ask(request("a" * 80, marks=(SLICE + 1, 60), max_tokens=0))
+    simulation.ask(request("b" * 30, max_tokens=0, one_off=True))
+    keeper.drop([c for c in keeper.pool.checkpoints if c.length > SLICE + 1])
+    simulation.check()
+    (left,) = keeper.pool.checkpoints
+    assert (left.tier, left.holder.length) == ("exported", 2 * SLICE)
+    wanted = request("a" * (SLICE + 1) + "c" * 9, max_tokens=3)
+    outcome = simulation.ask(wanted)
+    assert outcome.tokens == cold(wanted).tokens
+    assert outcome.usage.cached_tokens == SLICE + 1
