@@ -583,3 +583,21 @@ def test_exported_rows_that_were_trimmed_bring_back_what_still_lies_on_them(
     outcome = simulation.ask(wanted)
     assert outcome.tokens == cold(wanted).tokens
     assert outcome.usage.cached_tokens == SLICE + 1
+
+
+def test_of_the_states_inside_a_reply_about_one_stays_per_doubling_of_the_distance() -> None:
+    simulation = Simulation(options=Options(budgets=Budgets(exported_bytes=1 << 30, history=1000)))
+    simulation.ask(request("a" * 10, max_tokens=100))
+    inside = {length - 10 for kind, length in kinds(simulation) if kind == "reply"}
+    assert {64, 80, 96} <= inside
+    assert not inside & {16, 32, 48}
+
+
+def test_a_smaller_history_gives_up_what_spares_the_least_and_no_more() -> None:
+    simulation = Simulation(options=Options(budgets=Budgets(exported_bytes=1 << 30, history=1000)))
+    simulation.ask(request("a" * 2000, starts=(1000, 1500, 1800), max_tokens=0))
+    book = simulation.core._keeper.pool.book
+    *others, dearest = book.history()
+    assert others
+    simulation.core.resize(Budgets(exported_bytes=1 << 30, history=1))
+    assert [c for c in book.checkpoints if c.is_history] == [dearest]
