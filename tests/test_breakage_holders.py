@@ -601,3 +601,16 @@ def test_a_smaller_history_gives_up_what_spares_the_least_and_no_more() -> None:
     assert others
     simulation.core.resize(Budgets(exported_bytes=1 << 30, history=1))
     assert [c for c in book.checkpoints if c.is_history] == [dearest]
+
+
+def test_a_holder_on_its_way_out_stays_where_one_of_its_states_is_dropped_meanwhile() -> None:
+    simulation = Simulation(n_sequences=1, options=Options(budgets=ROOMY))
+    keeper = simulation.core._keeper
+    simulation.ask(request("a" * 80, marks=(25, 60), max_tokens=0))
+    assert not keeper.clear_way(list(keeper.pool.checkpoints))
+    (holder,) = keeper.pool.moving
+    keeper.drop([max(holder.checkpoints, key=lambda c: c.length)])
+    assert not keeper.pool.moving
+    assert not keeper.mover.is_busy
+    simulation.check()
+    assert ("mark", 60) in kinds(simulation)
