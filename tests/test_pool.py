@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from orchestrator.errors import InvalidArgument
-from orchestrator.pool.checkpoint import Checkpoint, Kind
+from orchestrator.pool.book import Book
+from orchestrator.pool.checkpoint import Checkpoint, Holder, Kind
 from orchestrator.pool.index import pack
 from orchestrator.pool.ledger import Ledger
 from orchestrator.pool.plans import Admission, Budgets, Claim
@@ -344,3 +347,18 @@ def test_where_rows_can_be_cut_a_longer_reply_makes_its_beginnings_pointless() -
 def test_an_impossible_pool_is_refused(n_sequences: int, history: int) -> None:
     with pytest.raises(InvalidArgument):
         Pool(n_sequences, Ledger(10), forms=Forms(), budgets=Budgets(history=history))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_would_be_read_again_is_the_same_looked_up_or_surveyed(seed: int) -> None:
+    rng, book = random.Random(seed), Book(divisible=False)
+    paths = [bytes(rng.choices(b"ab", k=rng.randrange(1, 12))) for _ in range(40)]
+    for number, path in enumerate(paths):
+        packed = pack(path)
+        holder = Holder(number, packed, length=len(path))
+        kept = Checkpoint(packed, len(path), "shared", number, number, holder)
+        book.add(kept)
+        kept.is_superseded = rng.random() < 0.3
+    book.version += 1  # superseding moves it
+    looked_up = {c: book.standing(c).replay for c in book.checkpoints}
+    assert looked_up == {c: span.before for c, span in book.spans().items()}

@@ -18,6 +18,7 @@ from orchestrator.pool.eviction import LATEST_TURN, OF_ONE_TURN, SHARED, SUPERSE
 from orchestrator.pool.index import PrefixIndex, Span
 
 _TOKEN_WIDTH = 4
+_FEW = 100  # look-ups that take as long as walking the whole tree of a thousand checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Book:
         self._clock = 0
         self._established: set[Conversation] = set()  # chats that went on once
         self._spans: tuple[int, dict[Checkpoint, Span]] = (-1, {})
+        self._replays: tuple[int, dict[Checkpoint, int]] = (-1, {})
 
     # ---- what there is ------------------------------------------------------------------------
 
@@ -113,7 +115,28 @@ class Book:
         return isinstance(conversation, str) or conversation in self._established
 
     def _replay(self, checkpoint: Checkpoint) -> int:
-        return checkpoint.length if self._divisible else self.spans()[checkpoint].before
+        """Return the tokens to read again if it were gone; a few are looked up, many surveyed."""
+        if self._divisible:
+            return checkpoint.length
+        if self._replays[0] != self.version:
+            self._replays = self.version, {}
+        known = self._replays[1]
+        if checkpoint not in known:
+            many = len(known) >= _FEW or self._spans[0] == self.version
+            found = self.spans()[checkpoint].before if many else self._from_above(checkpoint)
+            known[checkpoint] = found
+        return known[checkpoint]
+
+    def _from_above(self, checkpoint: Checkpoint) -> int:
+        """Return the tokens since the nearest other checkpoint that is not superseded."""
+        path, reach = checkpoint.path, checkpoint.length
+        if any(o is not checkpoint and not o.is_superseded for o in self._index.at(path)):
+            return 0
+        while (found := self._index.deepest(path, reach - 1)) is not None:
+            reach, values = found
+            if not all(other.is_superseded for other in values):
+                return checkpoint.length - reach
+        return checkpoint.length
 
     def spans(self) -> dict[Checkpoint, Span]:
         """Return where each checkpoint stands among those that are not superseded."""
