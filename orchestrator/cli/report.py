@@ -116,7 +116,8 @@ def _holdings(now: Occupancy) -> list[tuple[str, str]]:
         *_snapshots(now),
         (
             "in host memory",
-            f"{_kinds(now.exported)} · {decimal(now.exported_bytes)} of"
+            f"{_kinds(now.exported)}{', and those states' if now.snapshots else ''} ·"
+            f" {decimal(now.exported_bytes)} of"
             f" {decimal(now.exported_bytes_budget)}{_at_most(now.exported_tokens_budget)}",
         ),
     ]

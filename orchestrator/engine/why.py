@@ -77,8 +77,8 @@ class Miss:
     `position` is the token where its prompt leaves the longest path seen, `message` the index of
     the message there (None: not known, or past the last one); `in_system`: that lies in the system
     prompt or the tools. `before` and `after` are a few words of what was seen there and of what
-    the prompt has there, fit for one line; both are empty where it simply goes on. `tokens` is
-    what it cost.
+    the prompt has there, fit for one line; `after` is empty where the prompt ends there, both are
+    where it goes on past all that was seen. `tokens` is what it cost.
     """
 
     cause: Cause
